@@ -1,0 +1,347 @@
+"""The values that go into and come out of the tuner.
+
+In: readings of the engines (scrape.py), failures (failures.py) and what the spec allows. Out: a
+:class:`TuningDecision`. Lengths are tokens, sizes bytes, times Unix seconds, durations seconds,
+utilisations and usages fractions of 1. None means unknown or "leave as it is", never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from plimsoll_operator.spec import TuningMode
+
+
+class UnknownReason(StrEnum):
+    """Why nothing is known of a pod; also the reason of the condition MetricsAvailable."""
+
+    UNREACHABLE = "EngineUnreachable"
+    TIMED_OUT = "ScrapeTimedOut"
+    BAD_STATUS = "ScrapeRefused"
+    UNREADABLE = "PageUnreadable"
+    METRIC_MISSING = "MetricMissing"
+    STALE = "MetricsStale"
+    NOT_READY = "PodNotReady"
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something about a pod is not known. ``metric`` names the metric, when it is about one."""
+
+    reason: UnknownReason
+    pod: str
+    message: str
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineReading:
+    """One page of one pod, for the served model. Fields ending in ``_total`` are counters.
+
+    The first block is required: a page without one of them is Unknown. The others are None when
+    the page does not have them (stock vLLM has no ``plimsoll:`` metric).
+    """
+
+    pod: str
+    at: float
+    # Worst of the pod's engines.
+    kv_cache_usage: float
+    # Sums over the pod's engines.
+    running: int
+    waiting: int
+    preemptions_total: float
+
+    # A change means that the engine's process was restarted.
+    started_at: float | None = None
+    # vllm:iteration_tokens_total_count, the engine's step counter.
+    steps_total: float | None = None
+    queue_seconds_total: float | None = None
+    queued_requests_total: float | None = None
+    rejected_over_length_total: float | None = None
+    recomputed_tokens_total: float | None = None
+    prompt_tokens_total: float | None = None
+    generation_tokens_total: float | None = None
+    allocation_failures_total: float | None = None
+
+    device_total_bytes: int | None = None
+    device_free_bytes: int | None = None
+    # Smallest free memory of the last minute.
+    device_free_low_water_bytes: int | None = None
+    # By class: weights, activations, runtime, kv_cache.
+    planned_bytes: Mapping[str, int] = field(default_factory=dict)
+    actual_bytes: Mapping[str, int] = field(default_factory=dict)
+    block_size: int | None = None
+    usable_blocks: int | None = None
+    committed_blocks: int | None = None
+
+    max_model_len_admitted: int | None = None
+    max_model_len_ceiling: int | None = None
+    largest_prompt_admissible: int | None = None
+    gpu_memory_utilization: float | None = None
+    limits_revision: int | None = None
+    step_heartbeat_age: float | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits that move without a restart. None leaves that limit to the engine's flags."""
+
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    watermark: float | None = None
+
+
+class Parameter(StrEnum):
+    MAX_MODEL_LEN = "maxModelLen"
+    GPU_MEMORY_UTILIZATION = "gpuMemoryUtilization"
+
+
+class OutcomeKind(StrEnum):
+    """What an engine answered to SetLimits, or why there is no answer."""
+
+    APPLIED = "Applied"
+    DEFERRED = "Deferred"
+    REJECTED = "Rejected"
+    UNREACHABLE = "Unreachable"
+    UNAUTHENTICATED = "Unauthenticated"
+
+
+@dataclass(frozen=True)
+class LimitsOutcome:
+    """One pod's answer to one SetLimits; ``effective`` is what holds there now."""
+
+    kind: OutcomeKind
+    pod: str
+    revision: int
+    reason: str = ""
+    effective: Limits | None = None
+
+
+class FailureClass(StrEnum):
+    CGROUP_OOM = "CgroupOOM"
+    CUDA_OOM_AT_START = "CudaOOMAtStart"
+    CUDA_OOM_AT_RUNTIME = "CudaOOMAtRuntime"
+    KV_TOO_SMALL_FOR_MAX_LEN = "KVTooSmallForMaxLen"
+    MODEL_TOO_LARGE = "ModelTooLarge"
+    GPU_BUSY_AT_START = "GPUBusyAtStart"
+    GPU_FAULT = "GPUFault"
+    COLLECTIVE_FAILURE = "CollectiveFailure"
+    MODEL_LOAD_FAILED = "ModelLoadFailed"
+    INVALID_CONFIGURATION = "InvalidConfiguration"
+    IMAGE_ERROR = "ImageError"
+    UNSCHEDULABLE = "Unschedulable"
+    ENGINE_DEAD = "EngineDead"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One death of one engine container, or what keeps it from starting.
+
+    ``incident`` is the same in every pass that sees the same death (pod uid and restart count), so
+    that nothing is counted or acted upon twice. ``serving`` says whether the engine had been ready
+    in that life: None when nobody can tell.
+    """
+
+    failure_class: FailureClass
+    incident: str
+    pod: str
+    message: str
+    at: float | None = None
+    exit_code: int | None = None
+    serving: bool | None = None
+    figures: Mapping[str, int | float | str] = field(default_factory=dict)
+    # The flag and the value that would work, when the engine knows.
+    suggested_flag: str | None = None
+    suggested_value: int | float | str | None = None
+
+
+class Rule(StrEnum):
+    """Why a limit moved; each is documented in docs/tuning.md."""
+
+    SPEC = "spec"
+    MODE = "mode"
+    LEARNED = "learned"
+    PRESSURE = "pressure"
+    CALM = "calm"
+    LOW_HEADROOM = "low-headroom"
+    ALLOCATION_FAILURE = "allocation-failure"
+    AMPLE_HEADROOM = "ample-headroom"
+    OOM = "oom"
+    OOM_AT_START = "oom-at-start"
+    KV_TOO_SMALL = "kv-too-small"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One move of one limit. ``inputs`` are the figures the rule looked at; ``outcome`` is empty
+    until the change has been seen to work or not."""
+
+    time: float
+    parameter: Parameter
+    before: float | int | None
+    after: float | int | None
+    rule: Rule
+    reason: str
+    expected: str
+    revision: int
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    outcome: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """To be written once, as a Kubernetes Event on the LLMDeployment."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+class Status(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One condition: MetricsAvailable, TuningActive, TuningLimited or OOMDetected."""
+
+    type: str
+    status: Status
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the spec says, with defaults filled in (settings.py makes it).
+
+    ``floor`` None means that the length is never touched; ``ceiling`` None that the engine finds
+    the largest length that fits.
+    """
+
+    mode: TuningMode
+    start: Limits
+    min_utilization: float
+    max_utilization: float
+    floor: int | None
+    ceiling: int | None
+    block_size: int
+    # On CPU the device's memory is the container's memory limit: a cgroup OOM is a device OOM.
+    on_cpu: bool
+    # The container's memory limit as the spec has it, for messages.
+    memory_limit: str | None
+    time_to_first_token: float
+    scrape_interval: float
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A utilisation at which an engine died; nothing at or above it is tried again for a while."""
+
+    utilization: float
+    at: float
+    failure_class: FailureClass
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The content of a MemoryProfile: outlives the deployment that learned it."""
+
+    blocked: tuple[Blocked, ...] = ()
+    # Highest utilisation that carried a nearly full pool with its headroom intact.
+    last_known_good: float | None = None
+    last_oom_at: float | None = None
+    # Largest share of the device's memory seen in use above the line, and when.
+    overrun: float | None = None
+    overrun_at: float | None = None
+
+
+@dataclass(frozen=True)
+class OOMRecord:
+    """status.oom."""
+
+    total: int = 0
+    last: Failure | None = None
+
+
+@dataclass(frozen=True)
+class TuningState:
+    """What the tuner carries from pass to pass. record.py writes all of it into status, except
+    ``windows``, ``pressed_since`` and ``calm_since``, which are observed anew after a restart."""
+
+    limits: Limits = Limits()
+    revision: int = 0
+    # The spec's values that ``limits`` were derived from; a difference is a change by the user.
+    basis: Limits | None = None
+    mode: TuningMode | None = None
+    history: tuple[Change, ...] = ()
+    # Incidents already acted upon, newest last.
+    handled: tuple[str, ...] = ()
+    oom: OOMRecord = OOMRecord()
+    # Start failures in a row that a move of the memory line was tried against.
+    start_attempts: int = 0
+    metrics_available: bool = True
+    windows: Mapping[str, tuple[EngineReading, ...]] = field(default_factory=dict)
+    pressed_since: float | None = None
+    calm_since: float | None = None
+
+
+@dataclass(frozen=True)
+class TuningInputs:
+    """``engines`` has an entry for every pod that should serve now (one that is starting or being
+    deleted is left out); ``outcomes`` are the answers to the last SetLimits, by pod."""
+
+    settings: Settings
+    engines: Mapping[str, EngineReading | Unknown]
+    failures: tuple[Failure, ...]
+    state: TuningState
+    learned: Learned
+    now: float
+    outcomes: Mapping[str, LimitsOutcome] = field(default_factory=dict)
+
+
+class Source(StrEnum):
+    """Where the limits in force come from (status.effective.source)."""
+
+    SPEC = "Spec"
+    TUNED = "Tuned"
+    LEARNED = "Learned"
+    PINNED = "Pinned"
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Restarting will not help: Stalled, with the figures that would work, until the spec changes."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class TuningDecision:
+    """``limits`` are to be in force at ``revision`` on every pod. ``target`` is what the tuner
+    would do (it differs from ``limits`` in mode Advise), ``uncapped`` what it would do without
+    bounds. ``state`` and ``learned`` go into the next pass; ``learned`` is written to the
+    MemoryProfile when it differs from the one that came in."""
+
+    limits: Limits
+    revision: int
+    source: Source
+    target: Limits
+    lower_bound: Limits
+    upper_bound: Limits
+    uncapped: Limits
+    reason: str
+    changes: tuple[Change, ...]
+    events: tuple[Event, ...]
+    verdicts: tuple[Verdict, ...]
+    state: TuningState
+    learned: Learned
+    give_up: GiveUp | None = None
