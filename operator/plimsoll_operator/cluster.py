@@ -1,0 +1,160 @@
+"""The API server, as few verbs over plain dictionaries.
+
+In: kinds, names and bodies. Out: bodies as the server returned them. The `kubernetes` package
+brings credentials, TLS and transport; bodies stay dictionaries, because the pure builders make
+dictionaries and what is compared must be what was stored. Knows nothing of LLMDeployments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kubernetes.aio import client, config
+from kubernetes.aio.client.exceptions import ApiException
+
+from plimsoll_operator import names
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resource:
+    api_version: str
+    kind: str
+    plural: str
+
+    def path(self, namespace: str, name: str | None = None, subresource: str | None = None) -> str:
+        root = "/api/" if "/" not in self.api_version else "/apis/"
+        parts = [f"{root}{self.api_version}", "namespaces", namespace, self.plural]
+        return "/".join([*parts, *(part for part in (name, subresource) if part is not None)])
+
+
+POD = Resource("v1", "Pod", "pods")
+SERVICE = Resource("v1", "Service", "services")
+SECRET = Resource("v1", "Secret", "secrets")
+CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
+EVENT = Resource("v1", "Event", "events")
+STATEFUL_SET = Resource("apps/v1", "StatefulSet", "statefulsets")
+DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+LLM_DEPLOYMENT = Resource(names.API_VERSION, names.KIND, names.PLURAL)
+MEMORY_PROFILE = Resource(names.API_VERSION, names.PROFILE_KIND, names.PROFILE_PLURAL)
+
+_BY_KIND = {
+    resource.kind: resource
+    for resource in (SERVICE, SECRET, CONFIG_MAP, STATEFUL_SET, DISRUPTION_BUDGET, MEMORY_PROFILE)
+}
+
+
+class ApiError(Exception):
+    """The server's own words and HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def refused(self) -> bool:
+        """True when the same request will be refused again: invalid or forbidden by policy."""
+        return self.status in (400, 403, 422)
+
+
+class Cluster:
+    """One connection to the API server. ``close`` when done."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """By the pod's service account, or else by KUBECONFIG (~/.kube/config)."""
+        configuration = client.Configuration()
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        return cls(client.ApiClient(configuration))
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Json | None:
+        """None when there is no such object."""
+        try:
+            return await self._request("GET", resource.path(namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]:
+        query = [("labelSelector", label_selector)]
+        items: list[Json] = (await self._request("GET", resource.path(namespace), query=query))[
+            "items"
+        ]
+        return items
+
+    async def apply(self, body: Json) -> Json:
+        """Server-side apply; takes back fields that somebody else has set meanwhile."""
+        metadata = body["metadata"]
+        return await self._request(
+            "PATCH",
+            _BY_KIND[body["kind"]].path(metadata["namespace"], metadata["name"]),
+            query=[("fieldManager", names.FIELD_MANAGER), ("force", "true")],
+            body=body,
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def apply_status(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
+        """Server-side apply of the status: fields that are left out are removed. Never creates:
+        ``body`` carries metadata.uid, so a deleted object is answered with 404 or 409."""
+        return await self._request(
+            "PATCH",
+            resource.path(namespace, name, "status"),
+            query=[("fieldManager", names.FIELD_MANAGER), ("force", "true")],
+            body=body,
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
+        query = [("fieldManager", names.FIELD_MANAGER)]
+        return await self._request("POST", resource.path(namespace), query=query, body=body)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Deletes exactly this object, not a later one of the same name; absent is fine."""
+        body: Json = {"preconditions": {"uid": uid}}
+        try:
+            await self._request("DELETE", resource.path(namespace, name), body=body)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            request = await self._api.param_serialize(  # type: ignore[no-untyped-call]
+                method,
+                path,
+                query_params=query or [],
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self._api.call_api(*request, _request_timeout=30)  # type: ignore[no-untyped-call]
+            content = await response.read()
+        except ApiException as error:
+            raise ApiError(error.status or 0, str(error.reason)) from error
+        document: Json = json.loads(content) if content else {}
+        if not 200 <= response.status <= 299:
+            raise ApiError(response.status, document.get("message", response.reason))
+        return document

@@ -1,0 +1,27 @@
+"""Metadata that every child shares: name, namespace, labels and the owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plimsoll_operator import names
+from plimsoll_operator.spec import Deployment
+
+
+def owned(deployment: Deployment, name: str) -> dict[str, Any]:
+    """Deletion goes through the owner reference: there are no finalizers."""
+    return {
+        "name": name,
+        "namespace": deployment.namespace,
+        "labels": names.labels(deployment.name),
+        "ownerReferences": [
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": deployment.name,
+                "uid": deployment.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }

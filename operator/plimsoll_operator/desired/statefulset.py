@@ -1,0 +1,34 @@
+"""The StatefulSet that runs the engine pods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plimsoll_operator import names
+from plimsoll_operator.desired.metadata import owned
+from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.plan import Step
+from plimsoll_operator.spec import Deployment
+
+
+def build_statefulset(deployment: Deployment, step: Step, default_image: str) -> dict[str, Any]:
+    """``step`` says how many pods there may be and from which ordinal on the new template holds."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": owned(deployment, deployment.name),
+        "spec": {
+            "serviceName": names.headless_service(deployment.name),
+            # One broken replica must not keep the others from starting.
+            "podManagementPolicy": "Parallel",
+            "replicas": step.replicas,
+            "minReadySeconds": int(deployment.soak),
+            "revisionHistoryLimit": 5,
+            "selector": {"matchLabels": names.selector(deployment.name)},
+            "updateStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"partition": step.partition},
+            },
+            "template": build_pod_template(deployment, default_image),
+        },
+    }

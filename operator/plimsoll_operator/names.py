@@ -1,0 +1,81 @@
+"""Every name, label, key and port that two places must agree on.
+
+In: the name of an LLMDeployment. Out: strings. Knows no cluster and no spec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+GROUP = "plimsoll.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LLMDeployment"
+PLURAL = "llmdeployments"
+PROFILE_KIND = "MemoryProfile"
+PROFILE_PLURAL = "memoryprofiles"
+
+FIELD_MANAGER = "plimsoll-operator"
+COMPONENT = "plimsoll-operator"
+
+DEPLOYMENT_LABEL = f"{GROUP}/deployment"
+# On the children: a hash of what was applied last, so that a removed field is noticed too.
+APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
+
+ENGINE_CONTAINER = "engine"
+HTTP_PORT = 8000
+CONTROL_PORT = 8001
+SERVICE_PORT = 80
+
+CONTROL_DIR = "/etc/plimsoll/control"
+LIMITS_DIR = "/etc/plimsoll/limits"
+LIMITS_KEY = "limits.json"
+HF_HOME = "/models"
+MODEL_DIR = "/model"
+
+
+def selector(deployment: str) -> dict[str, str]:
+    """Labels that pick exactly this deployment's engine pods; immutable in the StatefulSet."""
+    return {
+        "app.kubernetes.io/name": "plimsoll-engine",
+        "app.kubernetes.io/instance": deployment,
+    }
+
+
+def labels(deployment: str) -> dict[str, str]:
+    """Labels of every child object."""
+    return {
+        **selector(deployment),
+        "app.kubernetes.io/managed-by": "plimsoll",
+        DEPLOYMENT_LABEL: deployment,
+    }
+
+
+def label_selector(wanted: dict[str, str]) -> str:
+    """The string form that the scale subresource and list requests use."""
+    return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
+
+
+def headless_service(deployment: str) -> str:
+    return f"{deployment}-pods"
+
+
+def control_secret(deployment: str) -> str:
+    return f"{deployment}-control"
+
+
+def limits_config_map(deployment: str) -> str:
+    return f"{deployment}-limits"
+
+
+def url(deployment: str, namespace: str) -> str:
+    """Where clients inside the cluster reach the API."""
+    return f"http://{deployment}.{namespace}.svc/v1"
+
+
+def memory_profile(key: str) -> str:
+    """``slug-sha256[:10]`` of a profile's full key: readable, and no two keys share a name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")[:40].strip("-")
+    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+    return f"{slug or 'profile'}-{digest}"

@@ -1,0 +1,1 @@
+"""What each engine is started with; one module per engine."""

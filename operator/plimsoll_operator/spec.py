@@ -1,0 +1,278 @@
+"""An LLMDeployment as frozen values, with every default filled in.
+
+In: the object as the API server returned it (the schema and its CEL rules already hold).
+Out: a :class:`Deployment`. Knows no cluster; the defaults here are the ones that the CRD's
+descriptions promise, and they are never written back to the object.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Self, TypeVar
+
+from plimsoll_operator import names
+
+Json = dict[str, Any]
+
+DEFAULT_ACCELERATOR = "nvidia.com/gpu"
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.90
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_BLOCK_SIZE = 16
+
+
+class InvalidSpec(ValueError):
+    """A value that the schema lets through but no pod can be built from."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} is {value}; allowed: {allowed}")
+        self.field = field
+
+
+class ModelSource(StrEnum):
+    HUB = "hf"
+    CLAIM = "pvc"
+    FILE = "file"
+
+
+class TuningMode(StrEnum):
+    OFF = "Off"
+    ADVISE = "Advise"
+    AUTO = "Auto"
+    HOLD = "Hold"
+
+
+@dataclass(frozen=True)
+class KeyRef:
+    """One key of a Secret in the deployment's namespace."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """``location`` is what the engine is told: ``org/name`` or a path in the container."""
+
+    uri: str
+    source: ModelSource
+    location: str
+    claim: str | None
+    revision: str | None
+    served_name: str
+    token: KeyRef | None
+    cache_claim: str | None
+
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True)
+class Bounds(Generic[T]):
+    min_allowed: T | None = None
+    max_allowed: T | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where the engine's settings start; lengths in tokens, None = the largest that fits."""
+
+    block_size: int
+    gpu_memory_utilization: float
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    extra_args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``max_model_len`` None means that the length is never touched."""
+
+    mode: TuningMode
+    gpu_memory_utilization: Bounds[float]
+    max_model_len: Bounds[int] | None
+    max_restarts_per_day: int
+    time_to_first_token: float
+    time_per_output_token: float
+
+
+@dataclass(frozen=True)
+class PodTemplate:
+    """Passed through to the pods; nested values are Kubernetes' own structures."""
+
+    labels: Json
+    annotations: Json
+    fields: Json
+    security_context: Json
+    container_security_context: Json
+    env: tuple[Json, ...]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Durations in seconds."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    model: Model
+    image: str | None
+    image_pull_policy: str | None
+    replicas: int
+    tensor_parallel_size: int
+    accelerator: str | None
+    engine: Engine
+    tuning: Tuning
+    soak: float
+    progress_deadline: float
+    drain: float
+    limits: Json
+    requests: Json
+    pod_template: PodTemplate
+    api_key: KeyRef | None
+    scrape_interval: float
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.accelerator is None
+
+    @property
+    def ceiling(self) -> int | None:
+        """Longest request ever accepted, in tokens; None = what the engine finds to fit."""
+        bounds = self.tuning.max_model_len or Bounds[int]()
+        lengths = (self.engine.max_model_len, bounds.max_allowed)
+        return max((length for length in lengths if length is not None), default=None)
+
+    @classmethod
+    def parse(cls, resource: Json) -> Self:
+        """Reads one LLMDeployment. Raises InvalidSpec naming field, value and what is allowed."""
+        metadata, spec = resource["metadata"], resource["spec"]
+        accelerator = spec.get("accelerator", {}).get("resourceName", DEFAULT_ACCELERATOR)
+        rollout, resources = spec.get("rollout", {}), spec.get("resources", {})
+        return cls(
+            name=metadata["name"],
+            namespace=metadata["namespace"],
+            uid=metadata["uid"],
+            generation=metadata["generation"],
+            model=_model(metadata["name"], spec["model"]),
+            image=spec.get("runtime", {}).get("image"),
+            image_pull_policy=spec.get("runtime", {}).get("imagePullPolicy"),
+            replicas=spec.get("replicas", 1),
+            tensor_parallel_size=spec.get("parallelism", {}).get("tensor", 1),
+            accelerator=accelerator or None,
+            engine=_engine(spec.get("engine", {})),
+            tuning=_tuning(spec.get("tuning", {})),
+            soak=_seconds("spec.rollout.soak", rollout.get("soak", "0s")),
+            progress_deadline=_seconds(
+                "spec.rollout.progressDeadline", rollout.get("progressDeadline", "30m")
+            ),
+            drain=_seconds("spec.drain", spec.get("drain", "60s")),
+            limits=resources.get("limits", {}),
+            requests=resources.get("requests", {}),
+            pod_template=_pod_template(spec.get("podTemplate", {})),
+            api_key=_key_ref(spec.get("apiKeySecretRef")),
+            scrape_interval=_seconds(
+                "spec.monitoring.scrapeInterval",
+                spec.get("monitoring", {}).get("scrapeInterval", "5s"),
+            ),
+        )
+
+
+def _model(deployment: str, model: Json) -> Model:
+    uri = model["uri"]
+    scheme, _, rest = uri.partition("://")
+    allowed = "hf://org/name, pvc://claim/path, file:///path"
+    if scheme not in tuple(ModelSource) or not rest:
+        raise InvalidSpec("spec.model.uri", uri, allowed)
+    source, claim, location = ModelSource(scheme), None, rest
+    if source is ModelSource.CLAIM:
+        claim, _, path = rest.partition("/")
+        if not path:
+            raise InvalidSpec("spec.model.uri", uri, allowed)
+        location = f"{names.MODEL_DIR}/{path}"
+    default_name = location if source is ModelSource.HUB else deployment
+    return Model(
+        uri=uri,
+        source=source,
+        location=location,
+        claim=claim,
+        revision=model.get("revision"),
+        served_name=model.get("servedName", default_name),
+        token=_key_ref(model.get("tokenSecretRef")),
+        cache_claim=model.get("cache", {}).get("claimName"),
+    )
+
+
+def _engine(engine: Json) -> Engine:
+    return Engine(
+        block_size=engine.get("blockSize", DEFAULT_BLOCK_SIZE),
+        gpu_memory_utilization=float(
+            engine.get("gpuMemoryUtilization", DEFAULT_GPU_MEMORY_UTILIZATION)
+        ),
+        max_model_len=engine.get("maxModelLen"),
+        max_num_seqs=engine.get("maxNumSeqs", DEFAULT_MAX_NUM_SEQS),
+        max_num_batched_tokens=engine.get("maxNumBatchedTokens", DEFAULT_MAX_NUM_BATCHED_TOKENS),
+        extra_args=tuple(engine.get("extraArgs", ())),
+    )
+
+
+def _tuning(tuning: Json) -> Tuning:
+    utilization, objectives = tuning.get("gpuMemoryUtilization", {}), tuning.get("objectives", {})
+    length = tuning.get("maxModelLen")
+    return Tuning(
+        mode=TuningMode(tuning.get("mode", TuningMode.AUTO)),
+        gpu_memory_utilization=Bounds(utilization.get("minAllowed"), utilization.get("maxAllowed")),
+        max_model_len=None
+        if length is None
+        else Bounds(length.get("minAllowed"), length.get("maxAllowed")),
+        max_restarts_per_day=tuning.get("maxRestartsPerDay", 4),
+        time_to_first_token=_seconds(
+            "spec.tuning.objectives.timeToFirstToken", objectives.get("timeToFirstToken", "2s")
+        ),
+        time_per_output_token=_seconds(
+            "spec.tuning.objectives.timePerOutputToken",
+            objectives.get("timePerOutputToken", "200ms"),
+        ),
+    )
+
+
+PASSED_THROUGH = (
+    "nodeSelector",
+    "tolerations",
+    "affinity",
+    "topologySpreadConstraints",
+    "priorityClassName",
+    "serviceAccountName",
+    "runtimeClassName",
+    "imagePullSecrets",
+)
+
+
+def _pod_template(template: Json) -> PodTemplate:
+    return PodTemplate(
+        labels=template.get("labels", {}),
+        annotations=template.get("annotations", {}),
+        fields={field: template[field] for field in PASSED_THROUGH if field in template},
+        security_context=template.get("securityContext", {}),
+        container_security_context=template.get("containerSecurityContext", {}),
+        env=tuple(template.get("env", ())),
+    )
+
+
+def _key_ref(reference: Json | None) -> KeyRef | None:
+    return None if reference is None else KeyRef(reference["name"], reference["key"])
+
+
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+
+
+def _seconds(field: str, text: str) -> float:
+    """Go's duration form: one or more numbers with a unit, such as 1m30s."""
+    if not re.fullmatch(f"(?:{_DURATION.pattern})+", text):
+        raise InvalidSpec(field, text, "a duration such as 60s, 1m30s or 500ms")
+    return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _DURATION.findall(text))
