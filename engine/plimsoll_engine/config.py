@@ -1,0 +1,357 @@
+"""The engine's settings: command line and environment in, one frozen EngineConfig out.
+
+Flags are vLLM's names and forms. A bad value raises ConfigError, which names the flag, the value
+and what is allowed; nothing is clamped in silence. This module reads no file, knows no model and
+no device: what only the loaded model can tell (its longest length, whether the pool fits) is
+checked by ``memory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+Member = TypeVar("Member", bound=StrEnum)
+
+
+class DeviceType(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DType(StrEnum):
+    """AUTO is the model's own dtype on CUDA and float32 on CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class ConfigError(ValueError):
+    """One setting that cannot be used.
+
+    Attributes:
+        field: the flag or environment variable, as the user writes it.
+        value: what was given.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}: {str(value)!r} is not allowed; expected {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+    def to_failure(self) -> EngineFailure:
+        return EngineFailure(
+            FailureClass.INVALID_CONFIGURATION,
+            Phase.CONFIGURATION,
+            str(self),
+            figures={"field": self.field, "value": str(self.value), "allowed": self.allowed},
+        )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Attribute names are the flags' with underscores. Sizes in bytes, lengths in tokens."""
+
+    model: str
+    revision: str | None = None
+    # Never empty: the first one is the label model_name of every metric.
+    served_model_name: tuple[str, ...] = ()
+    device: DeviceType = DeviceType.AUTO
+    # None: what the device, the cgroup and PLIMSOLL_MEMORY_LIMIT give.
+    device_memory: int | None = None
+    dtype: DType = DType.AUTO
+    tensor_parallel_size: int = 1
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.90
+    # None: the largest that fits, at most the model's own.
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    watermark: float = 0.0
+    max_num_queued_reqs: int = 1024
+    api_key: str | None = field(default=None, repr=False)
+    host: str = "0.0.0.0"
+    port: int = 8000
+    # 0: no control channel.
+    control_port: int = 8001
+    # None: the control port listens on the loopback address, without TLS.
+    control_dir: Path | None = None
+    limits_file: Path | None = None
+    shutdown_timeout: float = 30.0
+    seed: int = 0
+    # PLIMSOLL_MEMORY_LIMIT: the container's limits.memory, by the downward API.
+    memory_limit: int | None = None
+    # POD_NAME, for log lines.
+    pod_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            object.__setattr__(self, "served_model_name", (self.model,))
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
+    """Reads flags (without the program's name) and environment.
+
+    Raises ConfigError. ``--help`` and ``--version`` print and raise SystemExit(0).
+    """
+    given, unknown = _build_parser().parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError("arguments", " ".join(unknown), "only the flags that --help lists")
+    if given.model is None:
+        raise ConfigError("--model", "", "a folder, a .gguf file or a Hugging Face name org/name")
+    flags = _Flags(given, environ)
+    max_num_batched_tokens = flags.read("max_num_batched_tokens", _positive_int, 2048)
+    config = EngineConfig(
+        model=flags.read("model", _text, ""),
+        revision=flags.read("revision", _text, None),
+        served_model_name=flags.read("served_model_name", _names, ()),
+        device=flags.read("device", _member_of(DeviceType), DeviceType.AUTO),
+        device_memory=flags.read("device_memory", parse_bytes, None),
+        dtype=flags.read("dtype", _member_of(DType), DType.AUTO),
+        tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int, 1),
+        block_size=flags.read("block_size", _multiple_of_16, 16),
+        gpu_memory_utilization=flags.read("gpu_memory_utilization", _utilization, 0.90),
+        max_model_len=flags.read("max_model_len", parse_length, None),
+        max_num_seqs=flags.read("max_num_seqs", _positive_int, min(256, max_num_batched_tokens)),
+        max_num_batched_tokens=max_num_batched_tokens,
+        watermark=flags.read("watermark", _watermark, 0.0),
+        max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int, 1024),
+        api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY"),
+        host=flags.read("host", _text, "0.0.0.0"),
+        port=flags.read("port", _port, 8000),
+        control_port=flags.read("control_port", _port_or_off, 8001),
+        control_dir=flags.read("control_dir", Path, None),
+        limits_file=flags.read("limits_file", Path, None),
+        shutdown_timeout=flags.read("shutdown_timeout", _seconds, 30.0),
+        seed=flags.read("seed", _seed, 0),
+        memory_limit=flags.read(None, parse_bytes, None, variable="PLIMSOLL_MEMORY_LIMIT"),
+        pod_name=flags.read(None, _text, None, variable="POD_NAME"),
+    )
+    _check_together(config)
+    return config
+
+
+def parse_length(text: str) -> int | None:
+    """``8192``, ``8k`` (8000), ``8K`` (8192), ``25.6k``; ``auto`` is None. Raises ValueError."""
+    if text == "auto":
+        return None
+    tokens = _scaled(text, {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2})
+    if tokens is None or tokens < 1:
+        raise ValueError("a number of tokens from 1, such as 8192, 8k or 8K, or auto")
+    return tokens
+
+
+def parse_bytes(text: str) -> int:
+    """``1073741824``, ``1G`` (10^9), ``1Gi`` (2^30), as Kubernetes writes them.
+
+    Raises ValueError.
+    """
+    decimal = {unit: 1000**power for power, unit in enumerate(["", "k", "M", "G", "T"])}
+    binary = {unit: 1024**power for power, unit in enumerate(["Ki", "Mi", "Gi", "Ti"], start=1)}
+    size = _scaled(text, decimal | binary)
+    if size is None or size < 1:
+        raise ValueError("a number of bytes from 1, plain or with k, M, G, T, Ki, Mi, Gi or Ti")
+    return size
+
+
+def _check_together(config: EngineConfig) -> None:
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        raise ConfigError(
+            "--max-num-seqs",
+            config.max_num_seqs,
+            f"at most --max-num-batched-tokens ({config.max_num_batched_tokens}): every running "
+            "request takes at least one token of a step",
+        )
+    if config.port == config.control_port:
+        raise ConfigError("--control-port", config.control_port, "another port than --port's")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", message, "flags as --help lists them")
+
+
+class _Flags:
+    """Turns texts into values, and a ValueError of a reader into a ConfigError with its name."""
+
+    def __init__(self, given: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self._given = given
+        self._environ = environ
+
+    def read(
+        self,
+        flag: str | None,
+        reader: Callable[[Any], Value],
+        default: Default,
+        *,
+        variable: str | None = None,
+    ) -> Value | Default:
+        """The flag wins over the variable; an empty variable counts as unset."""
+        text: str | list[str] | None = getattr(self._given, flag) if flag else None
+        name = f"--{flag.replace('_', '-')}" if flag else ""
+        if text is None and variable and self._environ.get(variable):
+            text, name = self._environ[variable], variable
+        if text is None:
+            return default
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise ConfigError(name, text, str(error)) from None
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m plimsoll_engine",
+        description="Serves one model over the OpenAI API, with limits that move while it serves.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version("plimsoll"))
+    # Every value stays a text here: the readers of parse_args name what is wrong with it.
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="PATH|NAME", help="folder, .gguf file or org/name")
+    model.add_argument("--revision", help="branch, tag or commit of a Hugging Face name")
+    model.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        action="extend",
+        help="names the API answers to; the first labels the metrics (default: --model)",
+    )
+    model.add_argument("--dtype", help="auto (the model's; float32 on CPU), float32, ...")
+    model.add_argument("--seed", metavar="N", help="of sampling without a seed of its own (0)")
+
+    memory = parser.add_argument_group("device and memory")
+    memory.add_argument("--device", help="auto, cpu or cuda")
+    memory.add_argument("--device-memory", metavar="BYTES", help="use at most this much, e.g. 2Gi")
+    memory.add_argument("--tensor-parallel-size", metavar="N", help="ranks per model (1)")
+    memory.add_argument("--block-size", metavar="N", help="tokens per KV block (16)")
+    memory.add_argument(
+        "--gpu-memory-utilization",
+        metavar="X",
+        help="share of the device's memory that model, activations and KV may fill (0.90)",
+    )
+    memory.add_argument(
+        "--max-model-len",
+        metavar="N",
+        help="ceiling of prompt plus output: 8192, 8k=8000, 8K=8192, auto (the largest that fits)",
+    )
+
+    batch = parser.add_argument_group("batch and queue")
+    batch.add_argument("--max-num-seqs", metavar="N", help="requests running at once (256)")
+    batch.add_argument("--max-num-batched-tokens", metavar="N", help="tokens per step (2048)")
+    batch.add_argument(
+        "--watermark", metavar="X", help="share of the pool kept free at admission (0)"
+    )
+    batch.add_argument(
+        "--max-num-queued-reqs", metavar="N", help="waiting requests before 429 (1024)"
+    )
+
+    server = parser.add_argument_group("server and control")
+    server.add_argument("--host", help="address of the HTTP API (0.0.0.0)")
+    server.add_argument("--port", metavar="N", help="port of the HTTP API (8000)")
+    server.add_argument("--api-key", metavar="KEY", help="bearer token (or PLIMSOLL_API_KEY)")
+    server.add_argument("--control-port", metavar="N", help="gRPC EngineControl; 0: off (8001)")
+    server.add_argument(
+        "--control-dir", metavar="DIR", help="tls.crt, tls.key and token of the control channel"
+    )
+    server.add_argument("--limits-file", metavar="FILE", help="limits in force, read at start")
+    server.add_argument(
+        "--shutdown-timeout", metavar="SECONDS", help="time to finish requests on SIGTERM (30)"
+    )
+    return parser
+
+
+def _scaled(text: str, units: Mapping[str, int]) -> int | None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-zA-Z]*)", text)
+    if match is None or match[2] not in units:
+        return None
+    return int(Decimal(match[1]) * units[match[2]])
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("a text that is not empty")
+    return text
+
+
+def _names(texts: list[str]) -> tuple[str, ...]:
+    return tuple(_text(text) for text in texts)
+
+
+def _member_of(enum: type[Member]) -> Callable[[str], Member]:
+    def read(text: str) -> Member:
+        try:
+            return enum(text)
+        except ValueError:
+            raise ValueError(f"one of {', '.join(enum)}") from None
+
+    return read
+
+
+def _integer(text: str, low: int, high: float, allowed: str) -> int:
+    if not re.fullmatch(r"\d+", text) or not low <= int(text) <= high:
+        raise ValueError(allowed)
+    return int(text)
+
+
+def _positive_int(text: str) -> int:
+    return _integer(text, 1, math.inf, "a whole number from 1")
+
+
+def _multiple_of_16(text: str) -> int:
+    allowed = "a multiple of 16"
+    size = _integer(text, 16, math.inf, allowed)
+    if size % 16:
+        raise ValueError(allowed)
+    return size
+
+
+def _port(text: str) -> int:
+    return _integer(text, 1, 65535, "a port from 1 to 65535")
+
+
+def _port_or_off(text: str) -> int:
+    return _integer(text, 0, 65535, "a port from 1 to 65535, or 0 for none")
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")
+
+
+def _number(text: str, allowed: str, accepts: Callable[[float], bool]) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(allowed) from None
+    if not accepts(number):
+        raise ValueError(allowed)
+    return number
+
+
+def _utilization(text: str) -> float:
+    return _number(text, "a number above 0, at most 1", lambda x: 0 < x <= 1)
+
+
+def _watermark(text: str) -> float:
+    return _number(text, "a number from 0, below 1", lambda x: 0 <= x < 1)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "seconds from 0", lambda x: 0 <= x < math.inf)
