@@ -41,12 +41,15 @@ class SequenceChunk:
     # Set when this chunk reaches the request's last known token: sample its successor.
     sampling: SamplingParams | None
     # Tokens generated so far (penalties, seeded sampling, min_tokens), and the prompt's ids when
-    # a repetition penalty needs them.
+    # a repetition penalty or prompt log-probabilities need them.
     output_token_ids: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     # Rows of this chunk whose log-probability of the *next prompt token* is wanted: half-open
     # range of offsets into token_ids; empty when none.
     prompt_logprob_rows: tuple[int, int] = (0, 0)
+    # Most likely tokens wanted beside each of those rows' own (SamplingParams.prompt_logprobs;
+    # ``sampling`` is None in all chunks but a request's last).
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ class Executor(Protocol):
     def load(self) -> ModelLimits:
         """Reads the weights onto the device(s)."""
 
-    def profile(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> (
-        MemoryFigures
-    ):
+    def profile(
+        self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+    ) -> MemoryFigures:
         """Runs the worst admissible step (last chunk at full context, widest sampled batch)."""
 
     def resize_kv(self, num_blocks: int) -> int:

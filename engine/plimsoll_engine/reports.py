@@ -146,5 +146,5 @@ class EngineSnapshot:
 
     @property
     def kv_cache_usage(self) -> float:
-        """0 to 1 (above 1 while a shrink waits for its blocks)."""
-        return self.used_blocks / self.usable_blocks if self.usable_blocks else 0.0
+        """0 to 1; blocks above the line, while a shrink waits for them, count as used."""
+        return min(1.0, self.used_blocks / self.usable_blocks) if self.usable_blocks else 0.0
