@@ -40,8 +40,9 @@ class Unknown:
 class EngineReading:
     """One page of one pod, for the served model. Fields ending in ``_total`` are counters.
 
-    The first block is required: a page without one of them is Unknown. The others are None when
-    the page does not have them (stock vLLM has no ``plimsoll:`` metric).
+    A page without usage or waiting is Unknown as a whole. The other fields are None when the page
+    does not have them (stock vLLM has no ``plimsoll:`` metric); signals.py says which of those
+    the tuner cannot do without.
     """
 
     pod: str
@@ -49,9 +50,9 @@ class EngineReading:
     # Worst of the pod's engines.
     kv_cache_usage: float
     # Sums over the pod's engines.
-    running: int
     waiting: int
-    preemptions_total: float
+    running: int | None = None
+    preemptions_total: float | None = None
 
     # A change means that the engine's process was restarted.
     started_at: float | None = None
@@ -151,6 +152,7 @@ class Failure:
     pod: str
     message: str
     at: float | None = None
+    started_at: float | None = None
     exit_code: int | None = None
     serving: bool | None = None
     figures: Mapping[str, int | float | str] = field(default_factory=dict)
@@ -170,6 +172,7 @@ class Rule(StrEnum):
     LOW_HEADROOM = "low-headroom"
     ALLOCATION_FAILURE = "allocation-failure"
     AMPLE_HEADROOM = "ample-headroom"
+    REJECTED = "rejected"
     OOM = "oom"
     OOM_AT_START = "oom-at-start"
     KV_TOO_SMALL = "kv-too-small"
@@ -238,13 +241,17 @@ class Settings:
     memory_limit: str | None
     time_to_first_token: float
     scrape_interval: float
+    # metadata.generation: a new one is a new chance for what had been given up.
+    generation: int
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """A utilisation at which an engine died; nothing at or above it is tried again for a while."""
+    """A utilisation at which an engine died; nothing at or above it is tried again for a while.
+    ``retreat`` is where the tuner went from there."""
 
     utilization: float
+    retreat: float
     at: float
     failure_class: FailureClass
     count: int = 1
@@ -264,6 +271,14 @@ class Learned:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """Restarting will not help: Stalled, with the figures that would work, until the spec changes."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
 class OOMRecord:
     """status.oom."""
 
@@ -273,24 +288,33 @@ class OOMRecord:
 
 @dataclass(frozen=True)
 class TuningState:
-    """What the tuner carries from pass to pass. record.py writes all of it into status, except
-    ``windows``, ``pressed_since`` and ``calm_since``, which are observed anew after a restart."""
+    """What the tuner carries from pass to pass. record.py writes it into status, except the last
+    block, which is observed anew after a restart of the operator.
 
+    ``tuned`` is what the tuner itself decided (None: the spec's value holds); ``limits`` is what
+    was in force after the last pass.
+    """
+
+    tuned: Limits = Limits()
     limits: Limits = Limits()
     revision: int = 0
     # The spec's values that ``limits`` were derived from; a difference is a change by the user.
     basis: Limits | None = None
     mode: TuningMode | None = None
+    generation: int | None = None
     history: tuple[Change, ...] = ()
     # Incidents already acted upon, newest last.
     handled: tuple[str, ...] = ()
     oom: OOMRecord = OOMRecord()
-    # Start failures in a row that a move of the memory line was tried against.
-    start_attempts: int = 0
+    # Failed starts in a row, by pod.
+    start_failures: Mapping[str, int] = field(default_factory=dict)
+    gave_up: GiveUp | None = None
     metrics_available: bool = True
+
     windows: Mapping[str, tuple[EngineReading, ...]] = field(default_factory=dict)
     pressed_since: float | None = None
     calm_since: float | None = None
+    unknown_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -314,14 +338,6 @@ class Source(StrEnum):
     TUNED = "Tuned"
     LEARNED = "Learned"
     PINNED = "Pinned"
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Restarting will not help: Stalled, with the figures that would work, until the spec changes."""
-
-    reason: str
-    message: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Makes what the control channel is secured with: a self-signed certificate and a bearer token.
+
+In: the name of an LLMDeployment and the time. Out: :class:`Credentials`, made once per deployment
+and kept in its Secret. The certificate is its own authority: client and server hold the same one,
+and it names no address, because pods come and go; the client asks for SERVER_NAME instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from plimsoll_operator.observed import Credentials
+
+SERVER_NAME = "engine.plimsoll.dev"
+# The channel ends with the deployment; a renewal would restart every engine for no gain.
+VALIDITY = datetime.timedelta(days=10 * 365)
+CLOCK_SKEW = datetime.timedelta(hours=1)
+
+
+def make_credentials(deployment: str, now: float) -> Credentials:
+    """A fresh P-256 key, its certificate for SERVER_NAME, and a token of 256 random bits."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    start = datetime.datetime.fromtimestamp(now, datetime.UTC) - CLOCK_SKEW
+    # A common name holds at most 64 characters.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"plimsoll {deployment}"[:64])])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + VALIDITY)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Credentials(
+        certificate=certificate.public_bytes(serialization.Encoding.PEM),
+        key=key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+        token=secrets.token_urlsafe(32).encode(),
+    )

@@ -1,0 +1,147 @@
+"""A metrics page of one engine pod -> one reading.
+
+In: the text of /metrics and the served model. Out: an :class:`EngineReading`, or Unknown with the
+metric that is missing. Only series of the served model enter; of several engines in the pod the
+fullest decides about usage, while requests and counters add up. Knows no network and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from plimsoll_operator.tuning.values import EngineReading, Unknown, UnknownReason
+
+# Newest name first: each stood in the pages of some release.
+USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:gpu_cache_usage_factor")
+WAITING = "vllm:num_requests_waiting"
+OVER_LENGTH = {"reason": "over_admitted_length"}
+
+# Per field: metric and how the engines of one pod combine. Free memory and lengths: the tightest.
+Combine = Callable[[Iterable[float]], float]
+FLOATS: dict[str, tuple[str, Combine]] = {
+    "preemptions_total": ("vllm:num_preemptions_total", sum),
+    "steps_total": ("vllm:iteration_tokens_total_count", sum),
+    "queue_seconds_total": ("vllm:request_queue_time_seconds_sum", sum),
+    "queued_requests_total": ("vllm:request_queue_time_seconds_count", sum),
+    "recomputed_tokens_total": ("plimsoll:recomputed_tokens_total", sum),
+    "prompt_tokens_total": ("vllm:prompt_tokens_total", sum),
+    "generation_tokens_total": ("vllm:generation_tokens_total", sum),
+    "allocation_failures_total": ("plimsoll:allocation_failures_caught_total", sum),
+    "gpu_memory_utilization": ("plimsoll:gpu_memory_utilization", max),
+    "step_heartbeat_age": ("plimsoll:step_heartbeat_age_seconds", max),
+}
+INTEGERS: dict[str, tuple[str, Combine]] = {
+    "running": ("vllm:num_requests_running", sum),
+    "device_total_bytes": ("plimsoll:device_memory_total_bytes", min),
+    "device_free_bytes": ("plimsoll:device_memory_free_bytes", min),
+    "device_free_low_water_bytes": ("plimsoll:device_memory_free_low_water_bytes", min),
+    "usable_blocks": ("plimsoll:kv_blocks_usable", min),
+    "committed_blocks": ("plimsoll:kv_blocks_committed", min),
+    "max_model_len_admitted": ("plimsoll:max_model_len_admitted", min),
+    "max_model_len_ceiling": ("plimsoll:max_model_len_ceiling", min),
+    "largest_prompt_admissible": ("plimsoll:largest_prompt_admissible_tokens", min),
+    "limits_revision": ("plimsoll:limits_revision", min),
+}
+# Without a model label: they speak of the process or of the cache, not of a model.
+START_TIME = "process_start_time_seconds"
+CACHE_CONFIG = "vllm:cache_config_info"
+
+
+class Page:
+    """The samples of one page that belong to the served model, by metric name."""
+
+    def __init__(self, text: str, model: str) -> None:
+        """Raises ValueError for text that is not a metrics page."""
+        self._samples: dict[str, list[Sample]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.labels.get("model_name", model) == model:
+                    self._samples.setdefault(sample.name, []).append(sample)
+        self.engines = {
+            sample.labels["engine"]
+            for name in (*USAGE, WAITING)
+            for sample in self._of_model(name)
+            if "engine" in sample.labels
+        }
+
+    def _of_model(self, name: str) -> list[Sample]:
+        return [s for s in self._samples.get(name, ()) if "model_name" in s.labels]
+
+    def values(self, name: str, labels: dict[str, str] | None = None) -> list[float] | None:
+        """One value per series. None when the metric is absent, has a value that is no number, or
+        lacks one of the pod's engines: part of a pod is not the pod."""
+        wanted = (labels or {}).items()
+        samples = [s for s in self._of_model(name) if wanted <= s.labels.items()]
+        engines = {s.labels["engine"] for s in samples if "engine" in s.labels}
+        values = [float(s.value) for s in samples]
+        if not values or engines < self.engines or not all(map(math.isfinite, values)):
+            return None
+        return values
+
+    def combined(self, name: str, combine: Combine) -> float | None:
+        values = self.values(name)
+        return None if values is None else combine(values)
+
+    def by_class(self, name: str) -> dict[str, int]:
+        """The worst engine's figure for each class of memory."""
+        found: dict[str, int] = {}
+        for sample in self._of_model(name):
+            if "class" in sample.labels and math.isfinite(sample.value):
+                memory_class, value = sample.labels["class"], int(sample.value)
+                found[memory_class] = max(found.get(memory_class, 0), value)
+        return found
+
+    def started_at(self) -> float | None:
+        values = [s.value for s in self._samples.get(START_TIME, ()) if math.isfinite(s.value)]
+        return max(values, default=None)
+
+    def block_size(self) -> int | None:
+        for sample in self._samples.get(CACHE_CONFIG, ()):
+            if (text := sample.labels.get("block_size", "")).isdigit():
+                return int(text)
+        return None
+
+
+def read_page(text: str, *, pod: str, model: str, at: float) -> EngineReading | Unknown:
+    """Reads a page that was fetched at ``at`` (Unix seconds)."""
+    try:
+        page = Page(text, model)
+    except (ValueError, KeyError, IndexError) as error:
+        return Unknown(UnknownReason.UNREADABLE, pod, f"its page cannot be read: {error}")
+
+    usages = [usage for name in USAGE if (usage := page.combined(name, max)) is not None]
+    if not usages:
+        return _missing(pod, model, USAGE[0])
+    waiting = page.combined(WAITING, sum)
+    if waiting is None:
+        return _missing(pod, model, WAITING)
+
+    optional: dict[str, Any] = {
+        field: page.combined(name, combine) for field, (name, combine) in FLOATS.items()
+    }
+    for field, (name, combine) in INTEGERS.items():
+        value = page.combined(name, combine)
+        optional[field] = None if value is None else int(value)
+    rejected = page.values("plimsoll:requests_rejected_total", OVER_LENGTH)
+    return EngineReading(
+        pod=pod,
+        at=at,
+        kv_cache_usage=max(usages),
+        waiting=int(waiting),
+        started_at=page.started_at(),
+        rejected_over_length_total=None if rejected is None else sum(rejected),
+        planned_bytes=page.by_class("plimsoll:memory_planned_bytes"),
+        actual_bytes=page.by_class("plimsoll:memory_actual_bytes"),
+        block_size=page.block_size(),
+        **optional,
+    )
+
+
+def _missing(pod: str, model: str, metric: str) -> Unknown:
+    message = f"{metric} of model {model} is not on its page"
+    return Unknown(UnknownReason.METRIC_MISSING, pod, message, metric)
