@@ -1,0 +1,309 @@
+"""The engine's Prometheus page: vLLM's names, labels and buckets, and ours under ``plimsoll:``.
+
+In: the core's observations (histograms, token counters) and, at every scrape, a fresh snapshot
+(gauges and the counters the core keeps). So a gauge is right even when no step runs any more.
+Out: the text of the page. This module knows neither HTTP nor how the core works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from plimsoll_engine.reports import EngineSnapshot, FinishedRequest, FinishReason, StepStats
+
+# vLLM's label for the data-parallel rank; this engine has one.
+ENGINE = "0"
+LABELS = ("model_name", "engine")
+
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_INTERVAL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+REQUEST_SECONDS_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+CHOICES_BUCKETS = (1, 2, 5, 10, 20)
+
+
+def token_buckets(longest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to the longest request, in tokens."""
+    buckets: list[int] = []
+    decade = 1
+    while decade <= longest:
+        buckets += [step * decade for step in (1, 2, 5) if step * decade <= longest]
+        decade *= 10
+    return tuple(buckets)
+
+
+class EngineMetrics:
+    """The core's StepObserver, and the page. Counters and histograms may be fed by any thread.
+
+    ``longest`` is the ceiling of the length, in tokens. The core needs its observer before it
+    knows the ceiling, hence ``expose``.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._finished = {
+            reason: success.labels(**self._labels, finished_reason=reason.value)
+            for reason in FinishReason
+        }
+        seconds = REQUEST_SECONDS_BUCKETS
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens computed per step.", STEP_TOKENS_BUCKETS
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BUCKETS
+        )
+        self._token_interval = self._histogram(
+            "inter_token_latency_seconds", "From one token to the next.", TOKEN_INTERVAL_BUCKETS
+        )
+        self._per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after a request's first.",
+            TOKEN_INTERVAL_BUCKETS,
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", seconds)
+        self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting.", seconds)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "First scheduled to last token.", seconds
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "First scheduled to first token.", seconds
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "First to last token.", seconds
+        )
+        self._choices = self._histogram("request_params_n", "The n asked for.", CHOICES_BUCKETS)
+
+    def expose(self, snapshot: Callable[[], EngineSnapshot]) -> None:
+        """Call once, when the core has started and before the first request."""
+        buckets = token_buckets(snapshot().ceiling)
+        self._request_prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", buckets
+        )
+        self._request_generation = self._histogram(
+            "request_generation_tokens", "Generated tokens per request.", buckets
+        )
+        self._request_max_generation = self._histogram(
+            "request_max_num_generation_tokens", "Most tokens generated by a choice.", buckets
+        )
+        self._request_max_tokens = self._histogram(
+            "request_params_max_tokens", "The max_tokens asked for.", buckets
+        )
+        self._request_computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens computed, not cached.", buckets
+        )
+        self.registry.register(SnapshotCollector(snapshot, self._labels))
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def request_params_n(self, choices: int) -> None:
+        self._choices.observe(choices)
+
+    # The core's StepObserver.
+
+    def step_done(self, stats: StepStats) -> None:
+        self._step_tokens.observe(stats.num_tokens)
+        self._prompt_tokens.inc(stats.prompt_tokens)
+        self._generation_tokens.inc(stats.generation_tokens)
+
+    def first_token(self, seconds_since_arrival: float) -> None:
+        self._first_token.observe(seconds_since_arrival)
+
+    def next_token(self, seconds_since_previous: float) -> None:
+        self._token_interval.observe(seconds_since_previous)
+
+    def request_finished(self, request: FinishedRequest) -> None:
+        self._finished[request.finish_reason].inc()
+        self._e2e.observe(request.finished_time - request.arrival_time)
+        self._request_prompt.observe(request.num_prompt_tokens)
+        self._request_generation.observe(request.num_generation_tokens)
+        self._request_max_generation.observe(request.num_generation_tokens)
+        self._request_max_tokens.observe(request.max_tokens)
+        self._request_computed.observe(request.num_prompt_computed_tokens)
+        scheduled, first = request.first_scheduled_time, request.first_token_time
+        last = request.last_token_time
+        if scheduled is None:
+            return
+        self._queue.observe(scheduled - request.queued_time)
+        if first is None or last is None:
+            return
+        self._prefill.observe(first - scheduled)
+        self._inference.observe(last - scheduled)
+        self._decode.observe(last - first)
+        if request.num_generation_tokens > 1:
+            self._per_output_token.observe((last - first) / (request.num_generation_tokens - 1))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets
+        ).labels(**self._labels)
+
+
+class SnapshotCollector(Collector):
+    """Everything that a snapshot can tell, read at the moment of the scrape."""
+
+    def __init__(self, snapshot: Callable[[], EngineSnapshot], labels: dict[str, str]) -> None:
+        self._snapshot = snapshot
+        self._labels = labels
+
+    def describe(self) -> Iterator[Metric]:
+        # Nothing in advance: describing would need a snapshot at registration.
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._snapshot()
+        yield from self._vllm_gauges(now)
+        yield cache_config_info(now)
+        yield self._counter("vllm:num_preemptions", "Preemptions.", now.preemptions)
+        yield from self._memory(now)
+        yield from self._limits(now)
+        yield from self._counters(now)
+
+    def _vllm_gauges(self, now: EngineSnapshot) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", now.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting.", now.waiting)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting, by what they wait for.",
+            labels=(*LABELS, "reason"),
+        )
+        for reason, waiting in (("capacity", now.waiting), ("deferred", 0)):
+            by_reason.add_metric((*self._labels.values(), reason), waiting)
+        yield by_reason
+        for name in (
+            "vllm:kv_cache_usage_perc",
+            # What older releases and some dashboards call it.
+            "vllm:gpu_cache_usage_perc",
+            "vllm:gpu_cache_usage_factor",
+        ):
+            yield self._gauge(
+                name, "Used share of the usable KV blocks, 0 to 1.", now.kv_cache_usage
+            )
+
+    def _memory(self, now: EngineSnapshot) -> Iterator[Metric]:
+        planned = GaugeMetricFamily(
+            "plimsoll:memory_planned_bytes", "The memory plan.", labels=(*LABELS, "class")
+        )
+        actual = GaugeMetricFamily(
+            "plimsoll:memory_actual_bytes", "What is really used.", labels=(*LABELS, "class")
+        )
+        for memory_class in now.classes:
+            labels = (*self._labels.values(), memory_class.name)
+            planned.add_metric(labels, memory_class.planned_bytes)
+            actual.add_metric(labels, memory_class.actual_bytes)
+        yield planned
+        yield actual
+        device = now.device
+        for name, text, value in (
+            ("device_memory_total_bytes", "Smallest of device and limits.", device.total),
+            ("device_memory_free_bytes", "Free at this moment.", device.free),
+            ("device_memory_free_low_water_bytes", "Smallest lately.", device.free_low_water),
+            ("kv_blocks_committed", "KV blocks with memory behind them.", now.committed_blocks),
+            ("kv_blocks_usable", "KV blocks that requests may use.", now.usable_blocks),
+            ("kv_slots_unused", "Token slots in used blocks, empty yet.", now.kv_slots_unused),
+        ):
+            yield self._gauge(f"plimsoll:{name}", text, value)
+
+    def _limits(self, now: EngineSnapshot) -> Iterator[Metric]:
+        limits = now.limits
+        for name, text, value in (
+            ("max_model_len_admitted", "Longest request admitted now.", limits.max_model_len),
+            ("max_model_len_ceiling", "Longest request ever admitted here.", now.ceiling),
+            (
+                "gpu_memory_utilization",
+                "Share of the device's memory in use by plan.",
+                limits.gpu_memory_utilization,
+            ),
+            ("limits_revision", "Revision of the limits in force.", now.limits_revision),
+            (
+                "largest_prompt_admissible_tokens",
+                "Longest prompt admitted now.",
+                now.largest_prompt_admissible,
+            ),
+            ("step_heartbeat_age_seconds", "Since the core last moved.", now.heartbeat_age),
+        ):
+            # Unknown is never zero: a limit without a value has no sample.
+            if value is not None:
+                yield self._gauge(f"plimsoll:{name}", text, value)
+
+    def _counters(self, now: EngineSnapshot) -> Iterator[Metric]:
+        rejected = CounterMetricFamily(
+            "plimsoll:requests_rejected", "Requests refused.", labels=(*LABELS, "reason")
+        )
+        for reason, count in now.refused.items():
+            rejected.add_metric((*self._labels.values(), reason.value), count)
+        yield rejected
+        yield self._counter(
+            "plimsoll:allocation_failures_caught",
+            "Failed allocations inside a step that the engine survived.",
+            now.allocation_failures_caught,
+        )
+        yield self._counter(
+            "plimsoll:recomputed_tokens", "Tokens computed again.", now.recomputed_tokens
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(tuple(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(tuple(self._labels.values()), value)
+        return family
+
+
+def cache_config_info(now: EngineSnapshot) -> Metric:
+    """vLLM's fields of CacheConfig that this engine has, as text labels, without model_name."""
+    tokens = now.usable_blocks * now.block_size
+    labels = {
+        "block_size": str(now.block_size),
+        "cache_dtype": now.model.dtype,
+        "enable_prefix_caching": "False",
+        "engine": ENGINE,
+        "gpu_memory_utilization": str(now.limits.gpu_memory_utilization),
+        "kv_cache_max_concurrency": f"{tokens / now.ceiling:.2f}",
+        "kv_cache_memory_bytes": str(now.usable_blocks * now.bytes_per_block),
+        "kv_cache_size_tokens": str(tokens),
+        "num_gpu_blocks": str(now.usable_blocks),
+        "num_gpu_blocks_override": "None",
+    }
+    family = GaugeMetricFamily(
+        "vllm:cache_config_info", "The KV cache, as labels.", labels=tuple(labels)
+    )
+    family.add_metric(tuple(labels.values()), 1)
+    return family

@@ -1,0 +1,199 @@
+"""Request bodies as values: JSON in, a typed request or an HTTP 400 out.
+
+Field names, defaults and ranges are the OpenAI API's with vLLM's additions. A field we do not know
+is ignored, as vLLM does; one we know and cannot honour is refused, because ignoring it would give
+a wrong answer. What only the loaded model can judge (token ids, lengths) is in ``validation``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from plimsoll_engine.server.errors import ApiError, invalid_value
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+# Entries of stop_token_ids and of logit_bias.
+MAX_TOKEN_ENTRIES = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and text completions share. ``None`` is the default of the model or the API."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Probability | None = None
+    # 0 and -1 switch it off, as in vLLM.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Any = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Raises ApiError."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        allowed = (
+            f"a string or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to "
+            f"{MAX_STOP_LENGTH} characters"
+        )
+        if not isinstance(stops, list) or len(stops) > MAX_STOP_STRINGS:
+            raise invalid_value("stop", self.stop, allowed)
+        for stop in stops:
+            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
+                raise invalid_value("stop", stop, allowed)
+        return tuple(stops)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    # str, list of str, list of int or list of lists of int: read by ``validation``.
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(min_length=1)]
+    # Text, or parts of type text.
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+# Fields that change the answer and that this engine cannot honour, with the values under which
+# they change nothing. ``None`` always counts as not given.
+REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+}
+
+
+def parse_request(body: bytes, kind: type[Body]) -> Body:
+    """Raises ApiError(400), which names the field, its value and what is allowed."""
+    try:
+        document = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    if issubclass(kind, GenerationRequest):
+        _refuse_unsupported(document)
+    try:
+        request = msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(error, document) from None
+    if isinstance(request, GenerationRequest) and request.stream_options and not request.stream:
+        raise invalid_value(
+            "stream_options", document["stream_options"], "it only together with stream: true"
+        )
+    return request
+
+
+def _refuse_unsupported(document: dict[str, Any]) -> None:
+    for name, harmless in REFUSED_FIELDS.items():
+        value = document.get(name)
+        if value is not None and value not in harmless:
+            raise invalid_value(name, value, "it to be absent: this engine does not support it")
+
+
+def _explain(error: msgspec.ValidationError, document: dict[str, Any]) -> ApiError:
+    """msgspec says what was expected and where (``... - at `$.n` ``); add the value found."""
+    text, _, place = str(error).partition(" - at ")
+    path = place.strip("`").removeprefix("$").removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(.+)`", text)
+    if missing:
+        field = f"{path}.{missing[1]}" if path else missing[1]
+        return ApiError(400, f"{field}: a required field is missing", param=missing[1])
+    allowed = text.removeprefix("Expected ").replace("`", "").partition(", got ")[0]
+    return invalid_value(path or "body", _value_at(document, path), allowed)
+
+
+def _value_at(document: object, path: str) -> object:
+    """The value under ``messages[0].role``, or what holds it where msgspec's path is vague."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        if index and isinstance(document, list):
+            document = document[int(index)]
+        elif name and isinstance(document, dict) and name in document:
+            document = document[name]
+        else:
+            break
+    return document

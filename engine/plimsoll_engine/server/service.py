@@ -1,0 +1,282 @@
+"""Chat and text completions: from a request's body to its answer.
+
+Each endpoint takes the same steps: read and validate the body, make token ids, build sampling
+parameters, submit, answer whole or as a stream. What is wrong with a request is found before
+anything is submitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from plimsoll_engine.core import EngineCore
+from plimsoll_engine.metrics import EngineMetrics
+from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.server.answers import Answer, ChatAnswer, CompletionAnswer
+from plimsoll_engine.server.errors import ApiError, invalid_value
+from plimsoll_engine.server.generation import Generation
+from plimsoll_engine.server.protocol import (
+    Body,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse_request,
+)
+from plimsoll_engine.server.streaming import EventStream, until_disconnect
+from plimsoll_engine.server.text import Prompt, TextCodec
+from plimsoll_engine.server.validation import (
+    LogprobsWanted,
+    SamplingDefaults,
+    build_sampling_params,
+    check_characters,
+    read_prompts,
+)
+
+# The OpenAI API's default for text completions.
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_BODY_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``names`` are all that requests may use; the first is the one that answers carry."""
+
+    names: tuple[str, ...]
+    # Folder, file or hub name it was loaded from.
+    root: str
+    vocab_size: int
+    # Longest request ever accepted, in tokens.
+    ceiling: int
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Service:
+    """``max_sequences`` bounds prompts times choices of one request."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        codec: TextCodec,
+        metrics: EngineMetrics,
+        model: ServedModel,
+        *,
+        max_sequences: int,
+    ) -> None:
+        self.core = core
+        self.codec = codec
+        self.metrics = metrics
+        self.model = model
+        self._max_sequences = max_sequences
+        # Generating requests between their first and last byte.
+        self.load = 0
+        # Set at SIGTERM: probes fail, so that nobody sends more.
+        self.terminating = False
+
+    async def complete(self, http: HttpRequest) -> Response:
+        arrival_time = time.time()
+        request = await self.read(http, CompletionRequest)
+        prompts = await self._read_prompts(request)
+        if request.max_tokens == 0 and not request.echo:
+            raise invalid_value("max_tokens", 0, "at least 1, or 0 together with echo: true")
+        logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
+        sequences = []
+        for prompt in prompts:
+            max_tokens = request.max_tokens
+            if max_tokens is None:
+                max_tokens = min(DEFAULT_COMPLETION_TOKENS, self._room(prompt))
+            params = self._sampling_params(request, max_tokens, logprobs)
+            sequences += self._choices(prompt, params, request.n or 1)
+        answer = CompletionAnswer(
+            request,
+            answer_id=_answer_id("cmpl", http, request),
+            model=request.model or self.model.names[0],
+            prompts=prompts,
+            token_text=self.codec.token_text,
+        )
+        return await self._answer(http, request, answer, sequences, arrival_time)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        arrival_time = time.time()
+        request = await self.read(http, ChatRequest)
+        max_tokens = request.max_completion_tokens
+        field_name = "max_completion_tokens"
+        if max_tokens is None:
+            max_tokens, field_name = request.max_tokens, "max_tokens"
+        if max_tokens == 0:
+            raise invalid_value(field_name, 0, "at least 1")
+        if request.top_logprobs and not request.logprobs:
+            raise invalid_value("top_logprobs", request.top_logprobs, "logprobs: true beside it")
+        logprobs = LogprobsWanted((request.top_logprobs or 0) if request.logprobs else None)
+        prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
+        if max_tokens is None:
+            max_tokens = self._room(prompt)
+        params = self._sampling_params(request, max_tokens, logprobs)
+        answer = ChatAnswer(
+            request,
+            answer_id=_answer_id("chatcmpl", http, request),
+            model=request.model or self.model.names[0],
+            prompts=[prompt],
+            token_text=self.codec.token_text,
+        )
+        sequences = self._choices(prompt, params, request.n or 1)
+        return await self._answer(http, request, answer, sequences, arrival_time)
+
+    async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+        """The body as a request for this model. Raises ApiError: 400, 404 or 413."""
+        body = bytearray()
+        async for piece in http.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"The body is longer than {MAX_BODY_BYTES} bytes")
+        request = parse_request(bytes(body), kind)
+        name = getattr(request, "model", None)
+        if name is not None and name not in self.model.names:
+            raise ApiError(404, f"The model `{name}` does not exist.", param="model")
+        return request
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool | None, param: str = "prompt"
+    ) -> Prompt:
+        """Raises ApiError(400) for a text without tokens, or with far too many."""
+        self._check_characters(text)
+        prompt = await self.codec.off_loop(
+            self.codec.encode, text, add_special_tokens=add_special_tokens is not False
+        )
+        if not prompt.token_ids:
+            raise invalid_value(param, text, "a prompt of at least one token")
+        return prompt
+
+    async def encode_chat(
+        self, request: ChatRequest | TokenizeRequest, *, add_special_tokens: bool | None = None
+    ) -> Prompt:
+        """Raises ApiError(400)."""
+        messages = request.messages or []
+        self._check_characters("".join(map(_raw_text, messages)))
+        prompt = await self.codec.off_loop(
+            self.codec.encode_chat,
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            # The template writes the begin token itself.
+            add_special_tokens=bool(add_special_tokens),
+            template_kwargs=request.chat_template_kwargs,
+        )
+        if not prompt.token_ids:
+            raise invalid_value("messages", "", "messages of at least one token")
+        return prompt
+
+    async def _read_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        given = read_prompts(
+            request.prompt, vocab_size=self.model.vocab_size, ceiling=self.model.ceiling
+        )
+        most = self._max_sequences // (request.n or 1)
+        if len(given) > most:
+            raise invalid_value("prompt", len(given), f"at most {most} prompts in one request")
+        prompts = []
+        for each in given:
+            if isinstance(each, str):
+                prompts.append(
+                    await self.encode_text(each, add_special_tokens=request.add_special_tokens)
+                )
+            else:
+                prompts.append(await self.codec.off_loop(self.codec.show, each))
+        return prompts
+
+    def _sampling_params(
+        self, request: GenerationRequest, max_tokens: int, logprobs: LogprobsWanted
+    ) -> SamplingParams:
+        return build_sampling_params(
+            request,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            defaults=self.model.defaults,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def _choices(
+        self, prompt: Prompt, params: SamplingParams, n: int
+    ) -> list[tuple[tuple[int, ...], SamplingParams]]:
+        """With a seed, each choice gets one of its own, or all would be the same."""
+        return [
+            (
+                prompt.token_ids,
+                params
+                if params.seed is None or n == 1
+                else dataclasses.replace(params, seed=params.seed + choice),
+            )
+            for choice in range(n)
+        ]
+
+    def _room(self, prompt: Prompt) -> int:
+        """Output tokens that are admitted now behind ``prompt``; at least 1, so that a prompt
+        that is too long is refused by admission, in its words."""
+        admitted = self.core.snapshot().largest_prompt_admissible + 1
+        return max(1, admitted - len(prompt.token_ids))
+
+    def _check_characters(self, text: str) -> None:
+        check_characters(
+            text,
+            ceiling=self.model.ceiling,
+            max_chars_per_token=self.codec.max_chars_per_token,
+        )
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        request: GenerationRequest,
+        answer: Answer,
+        sequences: list[tuple[tuple[int, ...], SamplingParams]],
+        arrival_time: float,
+    ) -> Response:
+        generation = Generation(
+            self.core,
+            self.codec,
+            sequences,
+            arrival_time=arrival_time,
+            priority=request.priority or 0,
+        )
+        self.metrics.request_params_n(request.n or 1)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._counted())
+            await stack.enter_async_context(generation)
+            if request.stream:
+                return EventStream(answer.events(generation), stack.pop_all())
+            try:
+                document = await until_disconnect(http.receive, answer.whole(generation))
+            except ClientDisconnect:
+                # Nobody reads this; 499 is what proxies log for it.
+                return Response(status_code=499)
+            return Response(msgspec.json.encode(document), media_type="application/json")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+
+
+def _raw_text(message: ChatMessage) -> str:
+    """What is long in a message, before anything is known to be right about it."""
+    if isinstance(message.content, list):
+        return "".join(str(part.get("text", "")) for part in message.content)
+    return message.content or ""
+
+
+def _answer_id(prefix: str, http: HttpRequest, request: GenerationRequest) -> str:
+    name = request.request_id or http.headers.get("x-request-id") or uuid.uuid4().hex
+    return f"{prefix}-{name}"

@@ -1,0 +1,154 @@
+"""A typed request plus what the loaded model allows -> sampling parameters, or an HTTP 400.
+
+Everything that would hurt inside a step (a token id outside the logits, an impossible count) is
+refused here, at the door. This module knows neither HTTP nor text: prompts are token ids already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.server.errors import ApiError, invalid_value
+from plimsoll_engine.server.protocol import GenerationRequest
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The model's own wishes (generation_config), used where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class LogprobsWanted:
+    """Counts of alternatives per token; None: no log-probabilities at all."""
+
+    output: int | None = None
+    prompt: int | None = None
+
+
+def build_sampling_params(
+    request: GenerationRequest,
+    *,
+    max_tokens: int,
+    logprobs: LogprobsWanted,
+    defaults: SamplingDefaults,
+    vocab_size: int,
+) -> SamplingParams:
+    """Raises ApiError(400). ``vocab_size`` is that of the logits (ModelLimits), not the
+    tokenizer's."""
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid_value("min_tokens", min_tokens, f"at most max_tokens ({max_tokens})")
+    stop_token_ids = request.stop_token_ids or []
+    check_token_ids("stop_token_ids", stop_token_ids, vocab_size)
+    top_k = _first(request.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_first(request.temperature, defaults.temperature),
+        top_p=_first(request.top_p, defaults.top_p),
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        min_p=_first(request.min_p, defaults.min_p),
+        presence_penalty=_first(request.presence_penalty, 0.0),
+        frequency_penalty=_first(request.frequency_penalty, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+        seed=request.seed,
+        min_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        eos_token_ids=frozenset() if request.ignore_eos else defaults.eos_token_ids,
+        stop_token_ids=frozenset(stop_token_ids),
+        stop=request.stop_strings,
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=_first(request.skip_special_tokens, True),
+        logit_bias=_read_logit_bias(request.logit_bias or {}, vocab_size),
+        logprobs=logprobs.output,
+        prompt_logprobs=logprobs.prompt,
+    )
+
+
+def check_token_ids(param: str, token_ids: Sequence[object], vocab_size: int) -> None:
+    """Raises ApiError(400) for the first entry that is not an id of the model."""
+    for position, token_id in enumerate(token_ids):
+        # bool is an int to Python, but true is no token.
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise invalid_value(
+                f"{param}[{position}]", token_id, f"a token id from 0 to {vocab_size - 1}"
+            )
+
+
+def read_prompts(prompt: object, *, vocab_size: int, ceiling: int) -> list[str | list[int]]:
+    """The four forms of ``prompt`` as a list of texts and id lists. Raises ApiError(400).
+
+    A text may be empty here: whether it makes a token is the tokenizer's to say.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    allowed = "a text, a list of texts, a list of token ids or a list of such lists, not empty"
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid_value("prompt", prompt, allowed)
+    if type(prompt[0]) is int:
+        _check_prompt_ids("prompt", prompt, vocab_size, ceiling)
+        return [prompt]
+    for position, entry in enumerate(prompt):
+        if isinstance(entry, list) and entry:
+            _check_prompt_ids(f"prompt[{position}]", entry, vocab_size, ceiling)
+        elif not isinstance(entry, str):
+            raise invalid_value(f"prompt[{position}]", entry, allowed)
+    return prompt
+
+
+def _check_prompt_ids(
+    param: str, token_ids: Sequence[object], vocab_size: int, ceiling: int
+) -> None:
+    if len(token_ids) > ceiling:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {ceiling} tokens. However, your prompt "
+            f"contains {len(token_ids)} input tokens. Please reduce the length of the input "
+            "prompt.",
+            param="input_tokens",
+        )
+    check_token_ids(param, token_ids, vocab_size)
+
+
+def check_characters(text: str, *, ceiling: int, max_chars_per_token: int) -> None:
+    """Refuses, before any tokenizing, a text that is too long whatever its tokens are.
+
+    Raises ApiError(400) in vLLM's words.
+    """
+    longest = ceiling * max_chars_per_token
+    if len(text) > longest:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {ceiling} tokens. However, your prompt has "
+            f"{len(text)} characters, and {ceiling} tokens are {longest} characters at most. "
+            "Please reduce the length of the input prompt.",
+            param="input_text",
+        )
+
+
+def _read_logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+            raise invalid_value(
+                "logit_bias", key, f"keys that are token ids from 0 to {vocab_size - 1}"
+            )
+        if not -100 <= bias <= 100:
+            raise invalid_value(f"logit_bias.{key}", bias, "a number from -100 to 100")
+        pairs.append((int(key), bias))
+    return tuple(pairs)
+
+
+def _first(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
