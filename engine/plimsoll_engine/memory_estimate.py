@@ -1,0 +1,105 @@
+"""Whether the weights can fit at all, told from sizes alone, before anything is read.
+
+In: configurations and what the device has. Out: nothing, or an EngineFailure ModelTooLarge with the
+figure that would work. What a step really takes is measured later; here it is estimated from above.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from plimsoll_engine.config import EngineConfig
+from plimsoll_engine.models.config import ModelConfig
+from plimsoll_engine.models.decoder import Decoder
+from plimsoll_engine.parallel.group import LoneRank
+from plimsoll_engine.parallel.shard import allowed_sizes
+from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+
+_MIB = 1 << 20
+# What libraries and buffers come to take after the first steps, beside what is in use at load.
+_RUNTIME_GROWTH = 128 * _MIB
+# Length that the suggested memory has room for when --max-model-len leaves it open.
+_DEFAULT_LENGTH = 2048
+
+
+def weight_bytes(model: ModelConfig, dtype: torch.dtype, rank: int, size: int) -> int:
+    shard = model.shard(rank, size)
+    return Decoder(model, shard, LoneRank(), dtype, torch.device("meta")).num_bytes()
+
+
+def check_weights_fit(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device_kind: str,
+    size: int,
+    *,
+    total: int,
+    used: int,
+) -> None:
+    """``total`` and ``used`` are one rank's device's; on the CPU all ranks share one ``total``."""
+    shards = [weight_bytes(model, dtype, rank, size) for rank in range(size)]
+    on_cpu = device_kind == "cpu"
+    weights = sum(shards) if on_cpu else max(shards)
+    in_use = used * size if on_cpu else used
+    if weights + in_use <= total:
+        return
+    figures: dict[str, int | float | str] = {
+        "weights_bytes": weights,
+        "in_use_bytes": in_use,
+        "total_bytes": total,
+    }
+    suggestion: dict[str, str | int | float] | None
+    if on_cpu:
+        value = suggested_memory(config, model, dtype, size, weights=weights, in_use=in_use)
+        suggestion = {"flag": "memory", "value": value}
+        advice = f"a limit of {value} bytes would do"
+    else:
+        larger = _fitting_size(model, dtype, total - used, above=size)
+        suggestion = larger and {"flag": "--tensor-parallel-size", "value": larger}
+        advice = f"--tensor-parallel-size {larger} would do" if larger else "no size divides it so"
+    raise EngineFailure(
+        FailureClass.MODEL_TOO_LARGE,
+        Phase.LOAD,
+        f"the weights take {weights} bytes as {str(dtype).removeprefix('torch.')}, the engine "
+        f"itself {in_use}, and there are {total}: {advice}",
+        figures,
+        suggestion,
+    )
+
+
+def suggested_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    size: int,
+    *,
+    weights: int,
+    in_use: int,
+) -> int:
+    """Bytes with which the model loads, profiles and has KV for one sequence; in whole 64 MiB."""
+    item = dtype.itemsize
+    length = config.max_model_len or min(model.max_model_len, _DEFAULT_LENGTH)
+    per_token = 8 * model.hidden_size + 4 * model.intermediate_size
+    kv_heads = max(model.num_kv_heads, size)
+    kv_row = 2 * kv_heads * model.head_size * item
+    activations = (
+        config.max_num_batched_tokens * per_token * item
+        + 2 * model.max_model_len * kv_row
+        # Logits of one pass with their copies, gathered keys and values, masks.
+        + 256 * _MIB
+    )
+    kv = (length + 2 * config.block_size) * model.num_layers * kv_row
+    needed = weights + in_use + size * _RUNTIME_GROWTH + activations + kv
+    unit = 64 * _MIB
+    return math.ceil(needed / config.gpu_memory_utilization / unit) * unit
+
+
+def _fitting_size(model: ModelConfig, dtype: torch.dtype, free: int, *, above: int) -> int | None:
+    for size in allowed_sizes(model.num_heads, model.num_kv_heads):
+        # A fifth for activations, runtime and KV.
+        if size > above and 1.2 * weight_bytes(model, dtype, 0, size) <= free:
+            return size
+    return None

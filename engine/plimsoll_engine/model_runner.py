@@ -1,0 +1,350 @@
+"""Runs one model (or one rank's shard of it) on one device: the executor of a single device.
+
+In: the configuration, then batches of plain integers. Out: sampled tokens and memory figures. Load,
+profile and resize raise EngineFailure or AllocationFailure; a step that the device has no memory
+for raises AllocationFailure and can be repeated. Who may run, and in what order, is not known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from plimsoll_engine.attention import build_attention
+from plimsoll_engine.config import DType, EngineConfig
+from plimsoll_engine.device import Device, DeviceUse, allocation_failure, open_device
+from plimsoll_engine.executor import (
+    AllocationFailure,
+    DeviceMemory,
+    MemoryFigures,
+    ModelLimits,
+    SampledToken,
+    SequenceChunk,
+    StepBatch,
+    TokenLogprob,
+)
+from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
+from plimsoll_engine.memory_estimate import check_weights_fit
+from plimsoll_engine.models.config import DTYPES, ModelConfig, load_model_config
+from plimsoll_engine.models.decoder import Decoder
+from plimsoll_engine.models.source import load_failure, resolve_model
+from plimsoll_engine.models.weights import load_weights, open_weights
+from plimsoll_engine.parallel.group import Group, LoneRank
+from plimsoll_engine.parallel.shard import check_size
+from plimsoll_engine.profile_step import build_profile_step
+from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
+from plimsoll_engine.step_inputs import WantedRow, build_step_inputs, wanted_rows
+from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+
+# Float32 logits held at once; more rows are computed in passes.
+LOGITS_BYTES = 32 << 20
+# Every layer allocates and frees the same, so two show the peak of all of them.
+PROFILED_LAYERS = 2
+# How much more than in proportion a larger step may take before it is tried.
+_SAFETY = 1.25
+
+
+class ModelRunner:
+    """Implements ``executor.Executor``. Driven by one thread."""
+
+    def __init__(self, config: EngineConfig, device_kind: str, group: Group | None = None) -> None:
+        self._config = config
+        self._kind = device_kind
+        self._group = group or LoneRank()
+        self._sampler = Sampler(config.seed)
+        self._device: Device = open_device(device_kind, config, self._group.rank)
+        self._decoder: Decoder | None = None
+        self._cache: KVCache | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        assert self._decoder is not None, "load() comes first"
+        return self._decoder
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "load() comes first"
+        return self._cache
+
+    @torch.inference_mode()
+    def load(self) -> ModelLimits:
+        config, size = self._config, self._group.size
+        source = resolve_model(config.model, config.revision)
+        model = load_model_config(source)
+        check_size(model.num_heads, model.num_kv_heads, size)
+        _check_length(config.max_model_len, model.max_model_len)
+        dtype = self._dtype(model)
+        use = self._device.use()
+        check_weights_fit(config, model, dtype, self._kind, size, total=use.total, used=use.used)
+        try:
+            decoder = Decoder(
+                model,
+                model.shard(self._group.rank, size),
+                self._group,
+                dtype,
+                self._device.torch_device,
+            )
+            load_weights(open_weights(source, model), decoder.destinations())
+            layout = plan_layout(
+                num_layers=model.num_layers,
+                num_kv_heads=decoder.num_kv_heads,
+                head_size=model.head_size,
+                block_size=config.block_size,
+                dtype=dtype,
+                device_kind=self._kind,
+                device_bytes=use.total,
+            )
+            self._cache = build_kv_cache(layout, use.total, self._device.torch_device)
+        except (RuntimeError, MemoryError) as error:
+            if allocation_failure(error) is None:
+                raise load_failure(f"the model cannot be loaded: {error}") from error
+            raise EngineFailure(
+                FailureClass.MODEL_TOO_LARGE,
+                Phase.LOAD,
+                f"the device ran out of memory while the weights were loaded: {error}",
+                {"device_total_bytes": use.total, "device_used_bytes": use.used},
+            ) from error
+        self._decoder = decoder
+        self._device.reclaim()
+        return ModelLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            num_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    def _dtype(self, model: ModelConfig) -> torch.dtype:
+        if self._config.dtype is not DType.AUTO:
+            return DTYPES[self._config.dtype.value]
+        return torch.float32 if self._kind == "cpu" else DTYPES[model.stored_dtype]
+
+    @torch.inference_mode()
+    def profile(
+        self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+    ) -> MemoryFigures:
+        """Runs the worst admissible step and reports what it took.
+
+        The step is approached from a quarter of its size: each run foretells the next, so that a
+        step which does not fit is told of (EngineFailure CudaOOMAtStart) and not tried.
+        """
+        layout = self.cache.layout
+        # One segment takes the writes of all sequences: the peak does not depend on what is there.
+        self.resize_kv(1)
+        self._profile_run(min(16, max_num_batched_tokens), 1, min(16, max_model_len))
+        self._device.reclaim()
+        rest = self._device.use(reset_peak=True).used
+        activations, ran = 0, 0
+        for part in (4, 2, 1):
+            tokens = max(1, max_num_batched_tokens // part)
+            total = self._device.use().total
+            foretold = activations * tokens // ran if ran else 0
+            # The half is a step on the way only where the whole is not safe to try yet.
+            if part == 2 and rest + 2 * _SAFETY * foretold <= total:
+                continue
+            if rest + _SAFETY * foretold > total:
+                raise _step_does_not_fit(tokens, foretold, rest, total)
+            try:
+                self._profile_run(
+                    tokens,
+                    max(1, min(max_num_seqs // part, tokens)),
+                    max(1, max_model_len // part),
+                )
+            except AllocationFailure as error:
+                raise _step_does_not_fit(tokens, foretold, rest, total) from error
+            activations, ran = max(activations, self._device.use().peak - rest), tokens
+        self.resize_kv(0)
+        self._device.reclaim()
+        weights = self.decoder.num_bytes()
+        return MemoryFigures(
+            total=self._device.use(reset_peak=True).total,
+            weights=weights,
+            activations=activations,
+            runtime=max(0, rest - weights - layout.segment_bytes),
+            bytes_per_block=layout.bytes_per_block,
+        )
+
+    def _profile_run(self, tokens: int, sequences: int, length: int) -> None:
+        batch = build_profile_step(
+            num_tokens=tokens,
+            num_sequences=sequences,
+            max_model_len=length,
+            block_size=self._config.block_size,
+            num_blocks=self.cache.num_blocks,
+            vocab_size=self.decoder.config.vocab_size,
+        )
+        self._run(batch, PROFILED_LAYERS)
+
+    @torch.inference_mode()
+    def resize_kv(self, num_blocks: int) -> int:
+        layout = self.cache.layout
+        growth = (num_blocks - self.cache.num_blocks) * layout.bytes_per_block
+        use = self._device.use()
+        # The CPU's allocator would give what the container does not have.
+        if growth > 0 and self._kind == "cpu" and use.used + growth > use.total:
+            raise AllocationFailure(
+                f"{growth} more bytes of KV cache exceed the limit of {use.total} bytes, "
+                f"{use.used} of which are used",
+                growth,
+            )
+        try:
+            return self.cache.resize(num_blocks)
+        except (RuntimeError, MemoryError) as error:
+            failure = allocation_failure(error)
+            if failure is None:
+                raise
+            raise AllocationFailure(str(failure), growth) from error
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch) -> list[SampledToken]:
+        return self._run(batch, None)
+
+    def _run(self, batch: StepBatch, num_layers: int | None) -> list[SampledToken]:
+        try:
+            with self._device.measuring():
+                return self._step(batch, num_layers)
+        except (RuntimeError, MemoryError) as error:
+            failure = allocation_failure(error)
+            if failure is None:
+                raise
+            # The traceback's frames hold the step's tensors: do not keep them.
+            raise failure from None
+
+    def _step(self, batch: StepBatch, num_layers: int | None) -> list[SampledToken]:
+        inputs = build_step_inputs(batch, self._config.block_size, self._device.torch_device)
+        scale = self.decoder.config.head_size**-0.5
+        attention = build_attention(self.cache, inputs.attention, inputs.slots, scale)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attention, num_layers)
+        tokens: dict[str, int] = {}
+        logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
+        prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]] = {}
+        for rows in self._passes(wanted_rows(batch)):
+            index = torch.tensor([wanted.row for wanted in rows], device=hidden.device)
+            logits = self.decoder.logits(hidden[index])
+            # On other ranks than the first: sampling is the first one's.
+            if logits is None:
+                continue
+            self._read_prompt_rows(rows, logits, prompt_logprobs)
+            self._sample_rows(rows, logits, tokens, logprobs)
+        return [
+            _sampled(chunk, tokens, logprobs, prompt_logprobs)
+            for chunk in batch.chunks
+            if chunk.request_id in tokens or chunk.request_id in prompt_logprobs
+        ]
+
+    def _passes(self, rows: Iterator[WantedRow]) -> Iterator[Sequence[WantedRow]]:
+        """Rows in groups whose logits stay within LOGITS_BYTES."""
+        size = max(1, LOGITS_BYTES // (4 * self.decoder.config.vocab_size))
+        while some := tuple(itertools.islice(rows, size)):
+            yield some
+
+    def _read_prompt_rows(
+        self,
+        rows: Sequence[WantedRow],
+        logits: torch.Tensor,
+        prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]],
+    ) -> None:
+        places = [place for place, wanted in enumerate(rows) if wanted.next_token is not None]
+        if not places:
+            return
+        following = [wanted.next_token for wanted in rows if wanted.next_token is not None]
+        num_top = [rows[place].chunk.num_prompt_logprobs for place in places]
+        entries = token_logprobs(_select(logits, places), following, num_top)
+        for place, entry in zip(places, entries, strict=True):
+            prompt_logprobs.setdefault(rows[place].chunk.request_id, []).append(entry)
+
+    def _sample_rows(
+        self,
+        rows: Sequence[WantedRow],
+        logits: torch.Tensor,
+        tokens: dict[str, int],
+        logprobs: dict[str, tuple[TokenLogprob, ...]],
+    ) -> None:
+        places = [place for place, wanted in enumerate(rows) if wanted.next_token is None]
+        if not places:
+            return
+        chunks = [rows[place].chunk for place in places]
+        requests = [_row_request(chunk) for chunk in chunks]
+        telling = [
+            place for place, request in enumerate(requests) if request.params.logprobs is not None
+        ]
+        logits = _select(logits, places)
+        # Log-probabilities are those of the model, before bias and penalties change the rows.
+        untouched = logits[telling] if telling else None
+        chosen = self._sampler.choose(logits, requests)
+        for chunk, token in zip(chunks, chosen, strict=True):
+            tokens[chunk.request_id] = token
+        if untouched is not None:
+            num_top = [requests[place].params.logprobs or 0 for place in telling]
+            entries = token_logprobs(untouched, [chosen[place] for place in telling], num_top)
+            for place, entry in zip(telling, entries, strict=True):
+                logprobs[chunks[place].request_id] = entry
+
+    def reclaim(self) -> None:
+        self._device.reclaim()
+
+    def device_use(self, *, reset_peak: bool = False) -> DeviceUse:
+        return self._device.use(reset_peak=reset_peak)
+
+    def memory(self, *, reset_low_water: bool = False) -> DeviceMemory:
+        use = self._device.use(reset_peak=reset_low_water)
+        return DeviceMemory(
+            total=use.total,
+            free=max(0, use.total - use.used),
+            free_low_water=max(0, use.total - use.peak),
+        )
+
+    def shutdown(self) -> None:
+        self._decoder = None
+        self._cache = None
+        self._device.reclaim()
+
+
+def _select(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """The rows ``places``; without a copy when that is all of them."""
+    return logits if len(places) == len(logits) else logits[places]
+
+
+def _row_request(chunk: SequenceChunk) -> RowRequest:
+    assert chunk.sampling is not None
+    return RowRequest(chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids)
+
+
+def _sampled(
+    chunk: SequenceChunk,
+    tokens: dict[str, int],
+    logprobs: dict[str, tuple[TokenLogprob, ...]],
+    prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]],
+) -> SampledToken:
+    return SampledToken(
+        request_id=chunk.request_id,
+        token_id=tokens.get(chunk.request_id),
+        logprobs=logprobs.get(chunk.request_id, ()),
+        prompt_logprobs=tuple(prompt_logprobs.get(chunk.request_id, ())),
+    )
+
+
+def _check_length(wanted: int | None, longest: int) -> None:
+    if wanted is not None and wanted > longest:
+        raise EngineFailure(
+            FailureClass.INVALID_CONFIGURATION,
+            Phase.CONFIGURATION,
+            f"--max-model-len {wanted}: the model has positions for {longest} tokens",
+            {"max_model_len": wanted, "model_max_model_len": longest},
+            {"flag": "--max-model-len", "value": longest},
+        )
+
+
+def _step_does_not_fit(tokens: int, needed: int, rest: int, total: int) -> EngineFailure:
+    return EngineFailure(
+        FailureClass.DEVICE_OOM_AT_START,
+        Phase.PROFILE,
+        f"a step of {tokens} tokens needs about {needed} bytes beside the {rest} in use, and the "
+        f"device has {total}: lower --max-num-batched-tokens or --max-model-len",
+        {"step_tokens": tokens, "step_bytes": needed, "rest_bytes": rest, "total_bytes": total},
+        {"flag": "--max-num-batched-tokens", "value": max(1, tokens // 2)},
+    )

@@ -1,0 +1,168 @@
+"""What the decoder needs to know of a model, read from its configuration files.
+
+In: a :class:`ModelSource`. Out: a frozen :class:`ModelConfig`, or an EngineFailure that names what
+is not supported and what is. Parsing and the rotary frequencies are transformers' own, so that the
+numbers are the same as there. This module reads no weights and knows no device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from plimsoll_engine.models.source import ModelSource, load_failure
+from plimsoll_engine.parallel.shard import Shard, divide
+
+# model_type of the configuration -> architecture.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# With these, max_position_embeddings already is the extended length.
+_ROPE_TYPES_WITH_OWN_LENGTH = ("default", "llama3")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    # Rows of the output embedding.
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    # RMS norm of each query and key head (Qwen3).
+    qk_norm: bool
+    # Longest sequence that the positions allow, rope scaling and sliding window taken into account.
+    max_model_len: int
+    # Rotary frequencies (head_size / 2 of them) and the factor on cos and sin.
+    inverse_frequencies: tuple[float, ...]
+    rope_factor: float
+    # What the weights are stored in; float32 when the configuration does not say.
+    stored_dtype: str
+
+    def shard(self, rank: int, size: int) -> Shard:
+        return divide(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            rank=rank,
+            size=size,
+        )
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """Raises EngineFailure ModelLoadFailed for a file that cannot be read or a model that is not
+    supported."""
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            source.folder, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
+        )
+    # transformers raises whatever its parsers raise (KeyError, ValueError, OSError, TypeError...).
+    except Exception as error:
+        raise load_failure(
+            f"the model's configuration in {source.gguf_path or source.folder} cannot be read: "
+            f"{_first_line(error)}"
+        ) from error
+    return _convert(hf_config)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _refuse(what: str, value: object, allowed: object) -> None:
+    raise load_failure(f"the model's {what} {value} is not supported; supported: {allowed}")
+
+
+def _convert(hf_config: Any) -> ModelConfig:
+    model_type = hf_config.model_type
+    supported = ", ".join(ARCHITECTURES.values())
+    if model_type not in ARCHITECTURES:
+        named = (getattr(hf_config, "architectures", None) or [model_type])[0]
+        _refuse("architecture", named, supported)
+    for named in getattr(hf_config, "architectures", None) or []:
+        if named not in ARCHITECTURES.values():
+            _refuse("architecture", named, supported)
+    if hf_config.hidden_act != "silu":
+        _refuse("activation", hf_config.hidden_act, "silu")
+    if getattr(hf_config, "quantization_config", None):
+        _refuse("weight format", "quantization_config", "unquantized safetensors, or GGUF")
+    rope = hf_config.rope_parameters
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        _refuse("rope_type", rope["rope_type"], ", ".join(ROPE_TYPES))
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        _refuse("number of attention heads", heads, f"multiples of its {kv_heads} KV heads")
+
+    inverse_frequencies, rope_factor = _rotary_frequencies(hf_config)
+    attention_bias = bool(getattr(hf_config, "attention_bias", False))
+    dtype = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
+    return ModelConfig(
+        architecture=ARCHITECTURES[model_type],
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=_head_size(hf_config),
+        rms_norm_eps=hf_config.rms_norm_eps,
+        tied_embeddings=hf_config.tie_word_embeddings,
+        qkv_bias=attention_bias or model_type == "qwen2",
+        output_bias=attention_bias,
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        max_model_len=_max_model_len(hf_config),
+        inverse_frequencies=tuple(inverse_frequencies.tolist()),
+        rope_factor=rope_factor,
+        stored_dtype=dtype if dtype in DTYPES else "float32",
+    )
+
+
+def _head_size(hf_config: Any) -> int:
+    head_size: int | None = getattr(hf_config, "head_dim", None)
+    return head_size or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _rotary_frequencies(hf_config: Any) -> tuple[torch.Tensor, float]:
+    rope = hf_config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config)
+        return frequencies, float(factor)
+    head_size = _head_size(hf_config)
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float) / head_size
+    return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+
+
+def _max_model_len(hf_config: Any) -> int:
+    rope = hf_config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    length: int = hf_config.max_position_embeddings
+    if rope_type not in _ROPE_TYPES_WITH_OWN_LENGTH:
+        # yarn is configured either with the extended or with the original length as
+        # max_position_embeddings; its own key says what the factor applies to.
+        original = rope.get("original_max_position_embeddings") or length
+        length = max(length, math.floor(original * (rope.get("factor") or 1.0)))
+    # Full attention is exact as long as no sequence is longer than the window.
+    window: int | None = getattr(hf_config, "sliding_window", None)
+    return length if window is None else min(length, window)

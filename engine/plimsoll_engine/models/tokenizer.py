@@ -1,0 +1,70 @@
+"""The model's tokenizer, its end tokens and the sampling defaults its authors recommend.
+
+In: the configuration's ``model`` and ``revision``. Out: a :class:`ModelTokenizer`. The tokenizer is
+transformers'; chat templates are applied by it. This module knows neither requests nor weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from plimsoll_engine.config import EngineConfig
+from plimsoll_engine.models.source import ModelSource, load_failure, resolve_model
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    tokenizer: PreTrainedTokenizerBase
+    # Generation ends at any of these: generation_config.json's, config.json's, the tokenizer's.
+    eos_token_ids: frozenset[int]
+    # From generation_config.json: only the keys that are set there.
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    # Commit that a hub name resolved to; None for local files.
+    revision: str | None = None
+
+
+def load_tokenizer(config: EngineConfig) -> ModelTokenizer:
+    """Raises EngineFailure ModelLoadFailed when there is no usable tokenizer."""
+    source = resolve_model(config.model, config.revision)
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
+    # transformers raises whatever its parsers raise (KeyError, ValueError, OSError, TypeError...).
+    except Exception as error:
+        where = source.gguf_path or source.folder
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise load_failure(f"the tokenizer in {where} cannot be loaded: {lines[0]}") from error
+    generation = _read_json(source, "generation_config.json")
+    ends = {tokenizer.eos_token_id}
+    for document in (generation, _read_json(source, "config.json")):
+        value = document.get("eos_token_id")
+        ends |= set(value) if isinstance(value, list) else {value}
+    return ModelTokenizer(
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(end for end in ends if end is not None),
+        sampling_defaults={
+            name: generation[name]
+            for name in _SAMPLING_DEFAULTS
+            if isinstance(generation.get(name), int | float)
+        },
+        revision=source.revision,
+    )
+
+
+def _read_json(source: ModelSource, name: str) -> dict[str, Any]:
+    """Empty when there is no such file; a GGUF file's neighbours are not its own."""
+    path: Path = source.folder / name
+    if source.gguf_file is not None or not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise load_failure(f"{path} is not JSON: {error}") from error
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,1 @@
+"""Launchers of the Triton kernels: checks, grid and launch. Same signatures as ``reference``."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism over torch.distributed: layers, ranks, and the executor that drives them."""

@@ -1,0 +1,56 @@
+"""The collectives a decoder needs, for one rank alone and for several over torch.distributed.
+
+In: a tensor per rank. Out: their sum, or their columns side by side on rank 0. This module knows
+neither models nor how ranks are started.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Group(Protocol):
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, same shape; may reuse ``tensor``."""
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """[rows, columns] of each rank, side by side in rank order; None on ranks other than 0."""
+
+
+class LoneRank:
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor
+
+
+class DistributedGroup:
+    """Over torch.distributed's default group, which the rank has set up (gloo or NCCL)."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        tensor = tensor.contiguous()
+        if self.rank != 0:
+            dist.gather(tensor, dst=0)
+            return None
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.gather(tensor, parts, dst=0)
+        return torch.cat(parts, dim=-1)

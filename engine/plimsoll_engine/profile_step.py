@@ -1,0 +1,64 @@
+"""The worst step that the limits admit, as a batch: what start-up measures activations with.
+
+In: the limits. Out: a :class:`StepBatch` with the last chunk of a sequence at full length, the rest
+of the batch filled with decoding sequences, every sequence sampled with all that sampling can ask
+for. The block tables repeat the few blocks there are: values do not matter here, sizes do.
+"""
+
+from __future__ import annotations
+
+import math
+
+from plimsoll_engine.executor import SequenceChunk, StepBatch
+from plimsoll_engine.sampling_params import SamplingParams
+
+# Long enough for the decode groups to reach the bound of what is gathered at once.
+_DECODE_CONTEXT = 256
+_WORST_SAMPLING = SamplingParams(
+    max_tokens=1,
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    seed=0,
+    logprobs=5,
+)
+
+
+def build_profile_step(
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    max_model_len: int,
+    block_size: int,
+    num_blocks: int,
+    vocab_size: int,
+) -> StepBatch:
+    """``num_tokens`` tokens (fewer only when the sequences cannot hold as many)."""
+
+    def chunk(index: int, tokens: int, context: int) -> SequenceChunk:
+        blocks = math.ceil(context / block_size)
+        ids = tuple(position % vocab_size for position in range(tokens))
+        return SequenceChunk(
+            request_id=str(index),
+            token_ids=ids,
+            start=context - tokens,
+            block_ids=tuple((index + place) % num_blocks for place in range(blocks)),
+            sampling=_WORST_SAMPLING,
+            output_token_ids=ids[:1],
+            prompt_token_ids=ids,
+        )
+
+    chunks = []
+    left = num_tokens
+    for index in range(num_sequences):
+        others = num_sequences - index - 1
+        tokens = min(max_model_len, left - others)
+        if tokens < 1:
+            break
+        # Full length for all that compute more than one token, and for the first that decode.
+        full = tokens > 1 or index < 2
+        context = max_model_len if full else min(max_model_len, _DECODE_CONTEXT)
+        chunks.append(chunk(index, tokens, context))
+        left -= tokens
+    return StepBatch(tuple(chunks))
