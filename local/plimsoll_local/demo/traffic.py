@@ -4,8 +4,8 @@ In:  rows of the Azure conversation trace (arrival, prompt tokens, generated tok
 Out: arrivals, sorted by time: many short chats over the whole burst and a few long prompts that come
      close together on top of them.
 
-The gaps between arrivals and the order of sizes are the trace's; both are stretched to the shape's
-duration and token ranges, because a small model on a laptop core is not a GPU fleet. Knows nothing of
+The gaps between arrivals and the sizes are the trace's; both are stretched to the shape's duration
+and token ranges, because a small model on a laptop core is not a GPU fleet. Knows nothing of
 words, clients or the cluster.
 """
 
@@ -126,12 +126,10 @@ def _stretch(times: Sequence[float], span: tuple[float, float]) -> list[float]:
 
 
 def _spread(sizes: Sequence[int], bounds: tuple[int, int]) -> list[int]:
-    """Spreads sizes evenly over the closed range in their own order: the smallest becomes the lower
-    bound and the largest the upper one, so every seed covers the whole range."""
+    """Moves sizes linearly into the closed range: the smallest becomes the lower bound and the
+    largest the upper one, so every seed covers the whole range and keeps the trace's skew."""
     low, high = bounds
-    ranked = sorted(range(len(sizes)), key=lambda index: sizes[index])
-    spread = [0] * len(sizes)
-    for rank, index in enumerate(ranked):
-        share = rank / (len(sizes) - 1) if len(sizes) > 1 else 1.0
-        spread[index] = round(low + share * (high - low))
-    return spread
+    smallest, largest = min(sizes), max(sizes)
+    if smallest == largest:
+        return [high for _ in sizes]
+    return [round(low + (size - smallest) / (largest - smallest) * (high - low)) for size in sizes]
