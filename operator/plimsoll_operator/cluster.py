@@ -107,12 +107,12 @@ class Cluster:
             content_type="application/apply-patch+yaml",
         )
 
-    async def apply_status(self, resource: Resource, namespace: str, name: str, body: Json) -> Json:
-        """Server-side apply of the status: fields that are left out are removed. Never creates:
-        ``body`` carries metadata.uid, so a deleted object is answered with 404 or 409."""
+    async def apply_status(self, resource: Resource, body: Json) -> Json:
+        """Server-side apply of the status: fields that are left out are removed. Never creates."""
+        metadata = body["metadata"]
         return await self._request(
             "PATCH",
-            resource.path(namespace, name, "status"),
+            resource.path(metadata["namespace"], metadata["name"], "status"),
             query=[("fieldManager", names.FIELD_MANAGER), ("force", "true")],
             body=body,
             content_type="application/apply-patch+yaml",
@@ -130,6 +130,12 @@ class Cluster:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
+
+    async def delete_child(self, body: Json) -> None:
+        """Deletes the object that ``body`` was read from."""
+        metadata = body["metadata"]
+        resource = _BY_KIND[body["kind"]]
+        await self.delete(resource, metadata["namespace"], metadata["name"], metadata["uid"])
 
     async def _request(
         self,

@@ -22,6 +22,8 @@ COMPONENT = "plimsoll-operator"
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 # On the children: a hash of what was applied last, so that a removed field is noticed too.
 APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
+# On the StatefulSet: a hash of the pod template alone.
+TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 
 ENGINE_CONTAINER = "engine"
 HTTP_PORT = 8000

@@ -30,17 +30,19 @@ class Termination:
     reason: str
     exit_code: int
     message: str
-    started_at: float
-    finished_at: float
+    started_at: float | None
+    finished_at: float | None
 
 
 @dataclass(frozen=True)
 class Container:
-    """The engine container. ``waiting`` and ``waiting_message`` are None while it runs;
-    ``termination`` is its most recent end, None when it never ended."""
+    """The engine container. ``started``: it runs and its start-up is over. ``waiting`` is None while
+    it does not wait; ``termination`` is its most recent end, None when it never ended; ``ended``
+    says that it has ended and nothing has been started since."""
 
     image: str
     ready: bool
+    started: bool
     restarts: int
     waiting: str | None = None
     waiting_message: str | None = None
@@ -68,7 +70,8 @@ class Pod:
 
 @dataclass(frozen=True)
 class StatefulSet:
-    """``current`` is the revision that every pod had last, ``update`` the one of the template."""
+    """``current_revision`` is what every pod had last, ``update_revision`` that of the template;
+    ``template_hash`` names the template as the operator applied it."""
 
     replicas: int
     partition: int
@@ -76,6 +79,7 @@ class StatefulSet:
     observed_generation: int
     current_revision: str
     update_revision: str
+    template_hash: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from plimsoll_operator import names
 from plimsoll_operator.desired.metadata import owned
-from plimsoll_operator.spec import Deployment
 from plimsoll_operator.observed import Credentials
+from plimsoll_operator.spec import Deployment
 
 
 def build_control_secret(deployment: Deployment, credentials: Credentials) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from plimsoll_operator import names
@@ -25,3 +27,8 @@ def owned(deployment: Deployment, name: str) -> dict[str, Any]:
             }
         ],
     }
+
+
+def fingerprint(body: dict[str, Any]) -> str:
+    """Names one wanted object; a field that was removed from it changes the name too."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

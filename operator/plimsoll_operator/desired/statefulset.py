@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll_operator import names
-from plimsoll_operator.desired.metadata import owned
-from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired.metadata import fingerprint, owned
 from plimsoll_operator.plan import Step
 from plimsoll_operator.spec import Deployment
 
+Json = dict[str, Any]
 
-def build_statefulset(deployment: Deployment, step: Step, default_image: str) -> dict[str, Any]:
-    """``step`` says how many pods there may be and from which ordinal on the new template holds."""
+
+def build_statefulset(deployment: Deployment, step: Step, template: Json) -> Json:
+    """``step`` says how many pods there may be and from which ordinal on the template holds."""
+    annotations = {names.TEMPLATE_ANNOTATION: fingerprint(template)}
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": owned(deployment, deployment.name),
+        "metadata": {**owned(deployment, deployment.name), "annotations": annotations},
         "spec": {
             "serviceName": names.headless_service(deployment.name),
             # One broken replica must not keep the others from starting.
@@ -29,6 +31,6 @@ def build_statefulset(deployment: Deployment, step: Step, default_image: str) ->
                 "type": "RollingUpdate",
                 "rollingUpdate": {"partition": step.partition},
             },
-            "template": build_pod_template(deployment, default_image),
+            "template": template,
         },
     }

@@ -1,0 +1,265 @@
+"""What one pass saw, judged: the conditions, each with its reason and message together.
+
+In: an :class:`Observed`, the failures found in it and what the plan made of them. Out: verdicts for
+Ready, Available, Progressing, Degraded and Stalled (the tuner makes the other four). Pure; knows
+neither the client nor how a condition is stored.
+
+Ready answers "does everything that is wanted serve", Available "does anything serve": during a
+rollout the first is False and the second usually True. Messages name the root cause (a pod's
+failure) before its symptom (a pod that is not ready).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from plimsoll_operator import names
+from plimsoll_operator.observed import Observed, Pod
+from plimsoll_operator.tuning.values import Failure, FailureClass, Status, Verdict
+
+# Root causes first: when several pods are in trouble, the earliest class here is shown.
+_PRECEDENCE = (
+    FailureClass.INVALID_CONFIGURATION,
+    FailureClass.MODEL_TOO_LARGE,
+    FailureClass.KV_TOO_SMALL_FOR_MAX_LEN,
+    FailureClass.CGROUP_OOM,
+    FailureClass.CUDA_OOM_AT_START,
+    FailureClass.CUDA_OOM_AT_RUNTIME,
+    FailureClass.IMAGE_ERROR,
+    FailureClass.MODEL_LOAD_FAILED,
+    FailureClass.GPU_FAULT,
+    FailureClass.GPU_BUSY_AT_START,
+    FailureClass.COLLECTIVE_FAILURE,
+    FailureClass.ENGINE_DEAD,
+    FailureClass.UNSCHEDULABLE,
+)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Why a check does not hold."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class View:
+    """``failures`` are of pods that do not serve now; ``applied`` says that the cluster has the
+    template that the spec asks for; ``stall`` is set when only the user can help."""
+
+    observed: Observed
+    failures: tuple[Failure, ...]
+    applied: bool
+    stall: Violation | None
+    now: float
+
+    @property
+    def wanted(self) -> int:
+        return self.observed.deployment.replicas
+
+    @property
+    def rolled(self) -> tuple[Pod, ...]:
+        """Pods of the wanted revision; none while the cluster has not the wanted template."""
+        statefulset = self.observed.statefulset
+        if statefulset is None or not self.applied:
+            return ()
+        if statefulset.observed_generation < statefulset.generation:
+            return ()
+        return tuple(
+            pod
+            for pod in self.observed.pods
+            if pod.revision == statefulset.update_revision and not pod.deleting
+        )
+
+    @property
+    def serving(self) -> tuple[Pod, ...]:
+        return tuple(pod for pod in self.observed.pods if pod.ready and not pod.deleting)
+
+
+def judge(view: View) -> tuple[Verdict, ...]:
+    return (
+        _ready(view),
+        _available(view),
+        _progressing(view),
+        _degraded(view),
+        _stalled(view),
+    )
+
+
+def current_failures(pods: Iterable[Pod], failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Failures of pods that have not recovered, root causes first."""
+    troubled = {pod.name for pod in pods if not pod.ready and not pod.deleting}
+    current = (failure for failure in failures if failure.pod in troubled)
+    return tuple(sorted(current, key=lambda f: (_PRECEDENCE.index(f.failure_class), f.pod)))
+
+
+def complete(view: View) -> bool:
+    """Every wanted replica has the wanted revision and serves, and no other pod is left."""
+    ready = [pod for pod in view.rolled if pod.ready]
+    return len(ready) == view.wanted == len(view.observed.pods)
+
+
+def _trouble(view: View) -> Violation | None:
+    if not view.failures:
+        return None
+    first = view.failures[0]
+    return Violation(first.failure_class.value, f"pod {first.pod}: {first.message}")
+
+
+def _ready(view: View) -> Verdict:
+    def no(violation: Violation) -> Verdict:
+        return Verdict("Ready", Status.FALSE, violation.reason, violation.message)
+
+    if view.stall is not None:
+        return no(view.stall)
+    if view.wanted == 0:
+        return no(Violation("ScaledToZero", "spec.replicas is 0"))
+    if complete(view):
+        serving = f"{view.wanted} of {view.wanted} replicas serve"
+        return Verdict("Ready", Status.TRUE, "Serving", serving)
+    ready = sum(pod.ready for pod in view.rolled)
+    counted = f"{ready} of {view.wanted} replicas serve the wanted revision"
+    trouble = _trouble(view)
+    if trouble is not None:
+        return no(Violation(trouble.reason, f"{trouble.message}; {counted}"))
+    rolling = len(view.rolled) < len(view.observed.pods)
+    return no(Violation("RollingOut" if rolling else "ReplicasNotReady", counted))
+
+
+def _available(view: View) -> Verdict:
+    serving, rolled = view.serving, {pod.uid for pod in view.rolled}
+    if not serving:
+        reason = "ScaledToZero" if view.wanted == 0 else "NoReplicaServes"
+        return Verdict("Available", Status.FALSE, reason, f"0 of {view.wanted} replicas serve")
+    old = sum(pod.uid not in rolled for pod in serving)
+    message = f"{len(serving)} of {view.wanted} replicas serve"
+    if old:
+        message += f", {old} of them an older revision"
+    return Verdict("Available", Status.TRUE, "ReplicasServe", message)
+
+
+def _progressing(view: View) -> Verdict:
+    """As in a Deployment: True while a change moves and after it is complete."""
+    if view.stall is not None:
+        return Verdict("Progressing", Status.FALSE, view.stall.reason, view.stall.message)
+    if complete(view):
+        return Verdict("Progressing", Status.TRUE, "Complete", "every replica is up to date")
+    ready = sum(pod.ready for pod in view.rolled)
+    counted = f"{ready} of {view.wanted} replicas serve the wanted revision"
+    deadline, idle = view.observed.deployment.progress_deadline, view.now - _progressed_at(view)
+    if idle <= deadline:
+        return Verdict("Progressing", Status.TRUE, "RollingOut", counted)
+    trouble = _trouble(view) or _unready(view)
+    message = f"no progress for more than {deadline:g} s: {trouble.message}; {counted}"
+    return Verdict("Progressing", Status.FALSE, "ProgressDeadlineExceeded", message)
+
+
+def _progressed_at(view: View) -> float:
+    """The last step forward: a change of the spec, a pod made anew, a pod become ready."""
+    steps = [view.observed.changed_at]
+    for pod in view.rolled:
+        steps.append(pod.created_at)
+        if pod.ready_since is not None:
+            steps.append(pod.ready_since)
+    return max(steps)
+
+
+def _unready(view: View) -> Violation:
+    waiting = sorted(pod.name for pod in view.observed.pods if not pod.ready)
+    if waiting:
+        return Violation("PodsNotReady", f"pod {waiting[0]} is not ready")
+    return Violation("PodsMissing", "pods are missing")
+
+
+def _degraded(view: View) -> Verdict:
+    trouble = view.stall or _trouble(view)
+    if trouble is not None:
+        return Verdict("Degraded", Status.TRUE, trouble.reason, trouble.message)
+    return Verdict("Degraded", Status.FALSE, "AsExpected", "no replica is in trouble")
+
+
+def _stalled(view: View) -> Verdict:
+    if view.stall is not None:
+        return Verdict("Stalled", Status.TRUE, view.stall.reason, view.stall.message)
+    return Verdict("Stalled", Status.FALSE, "AsExpected", "nothing waits for a change of the spec")
+
+
+def find_stall(
+    observed: Observed,
+    *,
+    applied: bool,
+    refusals: tuple[Violation, ...],
+    give_up: Violation | None,
+) -> Violation | None:
+    """What only the user can change. ``give_up``: restarting will not help the wanted revision."""
+    if refusals:
+        return refusals[0]
+    recorded = recorded_give_up(observed)
+    if recorded is not None:
+        return recorded
+    return give_up if applied and may_give_up(observed) else None
+
+
+def recorded_give_up(observed: Observed) -> Violation | None:
+    """The stall in status, as long as neither the spec nor the template has changed since: the
+    failed pods, and the evidence with them, may be gone by now."""
+    status, statefulset = observed.status, observed.statefulset
+    if statefulset is None:
+        return None
+    if statefulset.update_revision not in status.get("revision", {}).get("blocked", []):
+        return None
+    for condition in status.get("conditions", []):
+        if (
+            condition["type"] == "Stalled"
+            and condition["status"] == Status.TRUE
+            and condition["observedGeneration"] == observed.deployment.generation
+        ):
+            return Violation(condition["reason"], condition["message"])
+    return None
+
+
+def may_give_up(observed: Observed) -> bool:
+    """Not on a template that has worked before, nor on one that works in some pod: then the
+    template is not what is broken."""
+    statefulset = observed.statefulset
+    if statefulset is None or statefulset.observed_generation < statefulset.generation:
+        return False
+    if observed.status.get("revision", {}).get("lastKnownGood") == statefulset.update_revision:
+        return False
+    return not any(
+        pod.ready and pod.revision == statefulset.update_revision for pod in observed.pods
+    )
+
+
+def foreign_children(observed: Observed) -> Violation | None:
+    """An object that has a child's name but belongs to somebody else is never taken over."""
+    for (kind, name), body in observed.children.items():
+        if body is None:
+            continue
+        metadata = body["metadata"]
+        owners = [owner for owner in metadata.get("ownerReferences", []) if owner.get("controller")]
+        if owners and owners[0]["uid"] != observed.deployment.uid:
+            owner = f"{owners[0]['kind']} {owners[0]['name']}"
+            return Violation(
+                "NameConflict", f"{kind} {name} belongs to {owner} (uid {owners[0]['uid']})"
+            )
+        label = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
+        if not owners and label != observed.deployment.name:
+            return Violation("NameConflict", f"{kind} {name} exists and is not Plimsoll's")
+    return None
+
+
+def concerns(failure: Failure, observed: Observed, *, applied: bool) -> bool:
+    """Whether a failure says anything about the wanted template. A failed start of a pod of an
+    older one does not; running out of memory while serving is worth knowing anyway."""
+    if failure.serving or failure.failure_class is FailureClass.CGROUP_OOM:
+        return True
+    statefulset = observed.statefulset
+    if statefulset is None or not applied:
+        return False
+    return any(
+        pod.name == failure.pod and pod.revision == statefulset.update_revision
+        for pod in observed.pods
+    )

@@ -1,0 +1,263 @@
+"""The status of an LLMDeployment, and whether it is time to write it.
+
+In: what was observed, judged and decided, and the status as last written. Out: the whole next
+status as a plain object. Pure: everything that must survive a restart of the operator is carried
+over from the previous status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from plimsoll_operator import names
+from plimsoll_operator.checks import View, complete
+from plimsoll_operator.tuning.values import (
+    EngineReading,
+    Failure,
+    Limits,
+    Source,
+    Status,
+    Unknown,
+    Verdict,
+)
+
+Json = dict[str, Any]
+
+# What only follows the traffic is written at most this often.
+METRICS_INTERVAL_SECONDS = 30.0
+LONGEST_MESSAGE = 1024
+BLOCKED_KEPT = 10
+
+# Parts that only follow the traffic: alone they are no reason for a write at once.
+_VOLATILE_TUNING = ("target", "lowerBound", "upperBound", "uncappedTarget", "reason")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one pass found out. ``recorded`` are the parts that the tuner keeps of its own state
+    (tuning, oom); ``failures`` is every failure seen, ``given_up`` whether the template in the
+    cluster was found not to work."""
+
+    view: View
+    verdicts: tuple[Verdict, ...]
+    failures: tuple[Failure, ...]
+    engines: Mapping[str, EngineReading | Unknown]
+    limits: Limits
+    source: Source
+    recorded: Json
+    given_up: bool
+
+
+def build_status(report: Report) -> Json:
+    """Every part is left out when it is empty or unknown."""
+    view, observed = report.view, report.view.observed
+    deployment, previous = observed.deployment, observed.status
+    serving = len(view.serving)
+    return pruned(
+        {
+            "observedGeneration": deployment.generation,
+            "url": names.url(deployment.name, deployment.namespace),
+            "selector": names.label_selector(names.selector(deployment.name)),
+            "replicas": len(observed.pods),
+            "readyReplicas": serving,
+            "updatedReplicas": len(view.rolled),
+            "readySummary": f"{serving}/{deployment.replicas}",
+            "resolvedRevision": _commit(deployment.model.revision),
+            "conditions": build_conditions(
+                previous, deployment.generation, report.verdicts, view.now
+            ),
+            "effective": _effective(report),
+            "replicasDetail": _replicas_detail(report),
+            "failures": {"last": _last_failure(report)},
+            "revision": _revision(report),
+            "load": _load(report),
+            **report.recorded,
+        }
+    )
+
+
+def build_invalid_status(resource: Json, message: str, now: float) -> Json:
+    """For a spec that cannot be read: what was known before, and the two conditions that say so."""
+    previous: Json = resource.get("status", {})
+    generation = resource["metadata"]["generation"]
+    verdicts = (
+        Verdict("Ready", Status.FALSE, "InvalidSpec", message),
+        Verdict("Stalled", Status.TRUE, "InvalidSpec", message),
+    )
+    conditions = build_conditions(previous, generation, verdicts, now)
+    return {**previous, "observedGeneration": generation, "conditions": conditions}
+
+
+def build_conditions(
+    previous: Json, generation: int, verdicts: tuple[Verdict, ...], now: float
+) -> list[Json]:
+    """lastTransitionTime moves when the status of a condition does, not with its message."""
+    before = {condition["type"]: condition for condition in previous.get("conditions", [])}
+    conditions = []
+    for verdict in verdicts:
+        last = before.get(verdict.type, {})
+        same = last.get("status") == verdict.status.value
+        conditions.append(
+            {
+                "type": verdict.type,
+                "status": verdict.status.value,
+                "reason": verdict.reason,
+                "message": _cut(verdict.message),
+                "observedGeneration": generation,
+                "lastTransitionTime": last["lastTransitionTime"] if same else timestamp(now),
+            }
+        )
+    return conditions
+
+
+def is_due(previous: Json, status: Json, now: float) -> bool:
+    """At once when something happened; when only figures moved, METRICS_INTERVAL_SECONDS after
+    the last write; never when nothing differs."""
+    if _undated(previous) == _undated(status):
+        return False
+    if _steady(previous) != _steady(status):
+        return True
+    written = previous.get("load", {}).get("time")
+    if written is None:
+        return True
+    return now - datetime.fromisoformat(written).timestamp() >= METRICS_INTERVAL_SECONDS
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339 in whole seconds, as the API server writes it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pruned(value: Json) -> Json:
+    """Without empty and unknown parts, at any depth: what is absent reads back as absent."""
+    kept: Json = {}
+    for key, part in value.items():
+        if isinstance(part, dict):
+            part = pruned(part)
+        if part is not None and part != {} and part != []:
+            kept[key] = part
+    return kept
+
+
+def _undated(status: Json) -> Json:
+    return {**status, "load": {k: v for k, v in status.get("load", {}).items() if k != "time"}}
+
+
+def _steady(status: Json) -> Json:
+    """The status without what only follows the traffic."""
+    steady = {key: value for key, value in status.items() if key not in ("load", "replicasDetail")}
+    steady["conditions"] = [
+        {key: value for key, value in condition.items() if key != "message"}
+        for condition in status.get("conditions", [])
+    ]
+    steady["tuning"] = {
+        key: value for key, value in status.get("tuning", {}).items() if key not in _VOLATILE_TUNING
+    }
+    return steady
+
+
+def _commit(revision: str | None) -> str | None:
+    """A branch or tag resolves only in the engine; a commit is its own resolution."""
+    is_commit = revision is not None and len(revision) == 40 and revision.isalnum()
+    return revision if is_commit else None
+
+
+def _readings(report: Report) -> list[EngineReading]:
+    return [reading for reading in report.engines.values() if isinstance(reading, EngineReading)]
+
+
+def _effective(report: Report) -> Json:
+    """What holds on every replica; the strictest where they differ. While no engine can be read
+    the last known length stays: unknown is not zero."""
+    previous = report.view.observed.status.get("effective", {})
+    readings, engine = _readings(report), report.view.observed.deployment.engine
+    admitted = [r.max_model_len_admitted for r in readings if r.max_model_len_admitted is not None]
+    ceilings = [r.max_model_len_ceiling for r in readings if r.max_model_len_ceiling is not None]
+    used = [r.gpu_memory_utilization for r in readings if r.gpu_memory_utilization is not None]
+    limits = report.limits
+    return {
+        "maxModelLen": min(admitted, default=limits.max_model_len or previous.get("maxModelLen")),
+        "maxModelLenCeiling": min(
+            ceilings,
+            default=report.view.observed.deployment.ceiling or previous.get("maxModelLenCeiling"),
+        ),
+        "gpuMemoryUtilization": min(
+            used, default=limits.gpu_memory_utilization or engine.gpu_memory_utilization
+        ),
+        "maxNumSeqs": limits.max_num_seqs or engine.max_num_seqs,
+        "maxNumBatchedTokens": limits.max_num_batched_tokens or engine.max_num_batched_tokens,
+        "source": report.source.value,
+    }
+
+
+def _replicas_detail(report: Report) -> list[Json]:
+    """Only where the replicas differ."""
+    details = [
+        (reading.max_model_len_admitted, reading.gpu_memory_utilization)
+        for reading in _readings(report)
+    ]
+    if len(set(details)) < 2:
+        return []
+    return [
+        pruned({"pod": reading.pod, "maxModelLen": length, "gpuMemoryUtilization": utilization})
+        for reading, (length, utilization) in zip(_readings(report), details, strict=True)
+    ]
+
+
+def _last_failure(report: Report) -> Json | None:
+    previous: Json | None = report.view.observed.status.get("failures", {}).get("last")
+    dated = [failure for failure in report.failures if failure.at is not None]
+    if not dated:
+        return previous
+    latest = max(dated, key=lambda failure: (failure.at or 0.0, failure.pod))
+    time = timestamp(latest.at or 0.0)
+    if previous is not None and previous["time"] > time:
+        return previous
+    return pruned(
+        {
+            "time": time,
+            "pod": latest.pod,
+            "class": latest.failure_class.value,
+            "message": _cut(latest.message),
+            "exitCode": latest.exit_code,
+        }
+    )
+
+
+def _revision(report: Report) -> Json:
+    observed = report.view.observed
+    previous, statefulset = observed.status.get("revision", {}), observed.statefulset
+    if statefulset is None:
+        return dict(previous)
+    blocked = [name for name in previous.get("blocked", []) if name != statefulset.update_revision]
+    was_blocked = statefulset.update_revision in previous.get("blocked", [])
+    if report.given_up or was_blocked:
+        blocked.append(statefulset.update_revision)
+    good = previous.get("lastKnownGood")
+    if complete(report.view) and report.view.wanted > 0:
+        good = statefulset.update_revision
+    return {
+        "current": statefulset.current_revision or None,
+        "updated": statefulset.update_revision or None,
+        "lastKnownGood": good,
+        "blocked": blocked[-BLOCKED_KEPT:],
+    }
+
+
+def _load(report: Report) -> Json | None:
+    readings = _readings(report)
+    if not readings:
+        return None
+    return {
+        "kvCacheUsagePercent": round(100 * max(reading.kv_cache_usage for reading in readings)),
+        "running": sum(reading.running for reading in readings),
+        "waiting": sum(reading.waiting for reading in readings),
+        "time": timestamp(report.view.now),
+    }
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."

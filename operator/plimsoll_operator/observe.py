@@ -1,0 +1,167 @@
+"""Reads one LLMDeployment with its children and pods into an :class:`Observed`.
+
+In: the cluster. Out: frozen values; nothing is written and nothing is judged here. The parsers
+are pure, so that tests and the checks can use pods as the API server has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from datetime import datetime
+
+from plimsoll_operator import cluster as api
+from plimsoll_operator import names
+from plimsoll_operator.cluster import Cluster, Resource
+from plimsoll_operator.observed import (
+    Container,
+    Credentials,
+    Json,
+    Observed,
+    Pod,
+    StatefulSet,
+    Termination,
+)
+from plimsoll_operator.spec import Deployment
+
+
+def children(deployment: str) -> tuple[tuple[Resource, str], ...]:
+    """Every object that one deployment may own."""
+    return (
+        (api.SECRET, names.control_secret(deployment)),
+        (api.CONFIG_MAP, names.limits_config_map(deployment)),
+        (api.SERVICE, names.headless_service(deployment)),
+        (api.SERVICE, deployment),
+        (api.DISRUPTION_BUDGET, deployment),
+        (api.STATEFUL_SET, deployment),
+    )
+
+
+async def observe(cluster: Cluster, resource: Json) -> Observed:
+    """``resource`` is the LLMDeployment just read. Raises spec.InvalidSpec."""
+    deployment = Deployment.parse(resource)
+    namespace, wanted = deployment.namespace, children(deployment.name)
+    *bodies, pods = await asyncio.gather(
+        *(cluster.get(kind, namespace, name) for kind, name in wanted),
+        cluster.list(api.POD, namespace, names.label_selector(names.selector(deployment.name))),
+    )
+    found = {(kind.kind, name): body for (kind, name), body in zip(wanted, bodies, strict=True)}
+    statefulset = found[api.STATEFUL_SET.kind, deployment.name]
+    secret = found[api.SECRET.kind, names.control_secret(deployment.name)]
+    parsed = (read_pod(pod) for pod in pods if _controlled_by(pod, statefulset))
+    return Observed(
+        deployment=deployment,
+        resource=resource,
+        changed_at=_changed_at(resource),
+        children=found,
+        statefulset=None if statefulset is None else read_statefulset(statefulset),
+        pods=tuple(sorted(parsed, key=lambda pod: pod.ordinal)),
+        credentials=None if secret is None else read_credentials(secret),
+    )
+
+
+def read_statefulset(body: Json) -> StatefulSet:
+    spec, status = body["spec"], body.get("status", {})
+    strategy = spec.get("updateStrategy", {}).get("rollingUpdate", {})
+    return StatefulSet(
+        replicas=spec.get("replicas", 1),
+        partition=strategy.get("partition", 0),
+        generation=body["metadata"]["generation"],
+        observed_generation=status.get("observedGeneration", 0),
+        current_revision=status.get("currentRevision", ""),
+        update_revision=status.get("updateRevision", ""),
+        template_hash=body["metadata"].get("annotations", {}).get(names.TEMPLATE_ANNOTATION),
+    )
+
+
+def read_pod(body: Json) -> Pod:
+    """One pod of a StatefulSet, with the state of its engine container."""
+    metadata, status = body["metadata"], body.get("status", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
+    is_ready = ready.get("status") == "True"
+    unschedulable = scheduled.get("reason") == "Unschedulable"
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        ordinal=int(metadata["name"].rpartition("-")[2]),
+        ip=status.get("podIP"),
+        node=body.get("spec", {}).get("nodeName"),
+        revision=metadata.get("labels", {}).get("controller-revision-hash", ""),
+        created_at=seconds(metadata["creationTimestamp"]),
+        deleting="deletionTimestamp" in metadata,
+        ready=is_ready,
+        ready_since=seconds(ready["lastTransitionTime"]) if is_ready else None,
+        phase=status.get("phase", "Pending"),
+        unschedulable=scheduled.get("message", "no node fits") if unschedulable else None,
+        container=_engine_container(status),
+    )
+
+
+def _engine_container(status: Json) -> Container | None:
+    for container in status.get("containerStatuses", []):
+        if container["name"] == names.ENGINE_CONTAINER:
+            state, last = container.get("state", {}), container.get("lastState", {})
+            ended = state.get("terminated")
+            waiting = state.get("waiting")
+            terminated = ended or last.get("terminated")
+            return Container(
+                image=container.get("image", ""),
+                ready=container.get("ready", False),
+                started=bool(container.get("started")) and "running" in state,
+                restarts=container.get("restartCount", 0),
+                waiting=None if waiting is None else waiting.get("reason", "Waiting"),
+                waiting_message=None if waiting is None else waiting.get("message"),
+                ended=ended is not None,
+                termination=None if terminated is None else _termination(terminated),
+            )
+    return None
+
+
+def _termination(terminated: Json) -> Termination:
+    started, finished = terminated.get("startedAt"), terminated.get("finishedAt")
+    return Termination(
+        reason=terminated.get("reason", "Error"),
+        exit_code=terminated["exitCode"],
+        message=terminated.get("message", ""),
+        started_at=None if started is None else seconds(started),
+        finished_at=None if finished is None else seconds(finished),
+    )
+
+
+def read_credentials(secret: Json) -> Credentials | None:
+    """None when a key is missing or unreadable: then new ones have to be made."""
+    data = secret.get("data") or {}
+    try:
+        certificate, key, token = (
+            base64.b64decode(data[name], validate=True) for name in ("tls.crt", "tls.key", "token")
+        )
+    except (KeyError, binascii.Error):
+        return None
+    return Credentials(certificate, key, token) if certificate and key and token else None
+
+
+def _controlled_by(pod: Json, statefulset: Json | None) -> bool:
+    """Somebody else's pods may carry our labels; a predecessor's may still be going away."""
+    if statefulset is None:
+        return False
+    uid = statefulset["metadata"]["uid"]
+    owners = pod["metadata"].get("ownerReferences", [])
+    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)
+
+
+def _changed_at(resource: Json) -> float:
+    """When anybody last wrote the object, status aside: there a rollout's deadline begins."""
+    metadata = resource["metadata"]
+    times = [
+        seconds(entry["time"])
+        for entry in metadata.get("managedFields", [])
+        if entry.get("subresource") != "status" and "time" in entry
+    ]
+    return max(times, default=seconds(metadata["creationTimestamp"]))
+
+
+def seconds(timestamp: str) -> float:
+    """An RFC 3339 time of the API server as Unix seconds."""
+    return datetime.fromisoformat(timestamp).timestamp()

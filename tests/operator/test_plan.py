@@ -1,0 +1,133 @@
+from typing import Any
+
+import pytest
+
+from plimsoll_operator.observed import Pod, StatefulSet
+from plimsoll_operator.plan import StepReason, next_step
+from support.resources import llmdeployment, observed, pod, statefulset
+
+CRASHING = {"reason": "CrashLoopBackOff"}
+NO_IMAGE = {"reason": "ImagePullBackOff", "message": "not found"}
+
+
+def old(ordinal: int, **state: Any) -> Pod:
+    return pod(f"assistant-{ordinal}", revision="old", **state)
+
+
+def new(ordinal: int, **state: Any) -> Pod:
+    return pod(f"assistant-{ordinal}", revision="new", **state)
+
+
+ROLLING = statefulset(replicas=2, current="old", update="new")
+
+
+@pytest.mark.parametrize(
+    ("found", "pods", "reason", "replaced"),
+    [
+        # no StatefulSet yet: make one
+        (None, (), StepReason.ROLLING, []),
+        # everything has the template of the cluster: only follow the count
+        (statefulset(replicas=2), (new(0), new(1)), StepReason.SETTLED, []),
+        # a crash of a pod with the wanted template is the kubelet's to restart
+        (statefulset(), (new(0, ready=False, waiting=CRASHING),), StepReason.SETTLED, []),
+        # healthy old pods wait for their turn
+        (ROLLING, (old(0), old(1)), StepReason.ROLLING, []),
+        # an old pod that is only starting waits as well
+        (ROLLING, (old(0, ready=False), new(1)), StepReason.ROLLING, []),
+        # broken old pods never block: crash, image, unschedulable, ended
+        (
+            ROLLING,
+            (old(0, ready=False, waiting=CRASHING), new(1, ready=False)),
+            StepReason.REPLACE_BROKEN,
+            ["assistant-0"],
+        ),
+        (
+            ROLLING,
+            (old(0, ready=False, waiting=NO_IMAGE), old(1, ready=False, waiting=NO_IMAGE)),
+            StepReason.REPLACE_BROKEN,
+            ["assistant-0", "assistant-1"],
+        ),
+        (
+            ROLLING,
+            (old(0, ready=False, unschedulable="0/1 nodes"), new(1)),
+            StepReason.REPLACE_BROKEN,
+            ["assistant-0"],
+        ),
+        (
+            ROLLING,
+            (old(0, ready=False, terminated={"exitCode": 1}), new(1)),
+            StepReason.REPLACE_BROKEN,
+            ["assistant-0"],
+        ),
+        # one that is going already needs no second delete
+        (
+            ROLLING,
+            (old(0, ready=False, waiting=CRASHING, deleting=True), new(1)),
+            StepReason.ROLLING,
+            [],
+        ),
+        # the controller has not seen the new template: a deleted pod would come back old
+        (
+            statefulset(
+                replicas=2, current="old", update="new", generation=2, observed_generation=1
+            ),
+            (old(0, ready=False, waiting=CRASHING), new(1)),
+            StepReason.ROLLING,
+            [],
+        ),
+        # nor while a partition still protects the old template
+        (
+            statefulset(replicas=1, partition=1, current="old", update="new"),
+            (old(0, ready=False, waiting=CRASHING),),
+            StepReason.ROLLING,
+            [],
+        ),
+    ],
+)
+def test_rollout_steps(
+    found: StatefulSet | None, pods: tuple[Pod, ...], reason: StepReason, replaced: list[str]
+) -> None:
+    seen = observed(llmdeployment(replicas=2), statefulset=found, pods=pods)
+
+    step = next_step(seen, given_up=False)
+
+    assert (step.replicas, step.partition, step.reason) == (2, 0, reason)
+    assert [pod.name for pod in step.replace] == replaced
+
+
+@pytest.mark.parametrize(
+    ("found", "pods", "kept"),
+    [
+        # the first template ever does not work: nothing is left running
+        (statefulset(replicas=2), (new(0, ready=False), new(1, ready=False)), 0),
+        # and stays away
+        (statefulset(replicas=0), (), 0),
+        # a later one does not work: the old pods go on serving, the broken one goes
+        (
+            statefulset(replicas=3, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)),
+            2,
+        ),
+        (statefulset(replicas=2, current="old", update="new"), (new(0), new(1)), 0),
+        # once cut down, an old pod that is away for a moment does not shorten the set
+        (statefulset(replicas=2, partition=2, current="old", update="new"), (old(1),), 2),
+    ],
+)
+def test_a_template_that_was_given_up_keeps_only_older_pods(
+    found: StatefulSet, pods: tuple[Pod, ...], kept: int
+) -> None:
+    seen = observed(llmdeployment(replicas=3), statefulset=found, pods=pods)
+
+    step = next_step(seen, given_up=True)
+
+    assert (step.replicas, step.partition) == (kept, kept)
+    assert step.reason is StepReason.GIVEN_UP
+    assert step.replace == ()
+
+
+def test_following_the_count_needs_no_rollout() -> None:
+    for wanted in (0, 1, 5):
+        seen = observed(
+            llmdeployment(replicas=wanted), statefulset=statefulset(replicas=2), pods=(new(0),)
+        )
+        assert next_step(seen, given_up=False).replicas == wanted
