@@ -22,6 +22,7 @@ _FILE_KEYS = {
     "maxNumBatchedTokens": "max_num_batched_tokens",
     "watermark": "watermark",
 }
+_WHOLE = frozenset({"maxModelLen", "maxNumSeqs", "maxNumBatchedTokens"})
 
 
 class LimitsOutcome(StrEnum):
@@ -57,3 +58,76 @@ class LimitsResult:
 
 class LimitsFileError(ValueError):
     """The limits file cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class LimitBounds:
+    """Fixed at start. The batch's are those that were profiled: more was never measured."""
+
+    ceiling: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def merge_limits(current: Limits, asked: Limits) -> Limits:
+    return dataclasses.replace(
+        current, **{name: value for name, value in vars(asked).items() if value is not None}
+    )
+
+
+def find_violation(limits: Limits, bounds: LimitBounds) -> str | None:
+    """The first field out of its bounds with its value and what is allowed; absent ones pass."""
+    high = {
+        "max_model_len": (bounds.ceiling, "the ceiling"),
+        "max_num_seqs": (bounds.max_num_seqs, "the value at start"),
+        "max_num_batched_tokens": (bounds.max_num_batched_tokens, "the value at start"),
+    }
+    for name, (highest, what) in high.items():
+        value = getattr(limits, name)
+        if value is not None and not 1 <= value <= highest:
+            return f"{name}: {value} is not allowed; expected 1 to {highest} ({what})"
+    utilization, watermark = limits.gpu_memory_utilization, limits.watermark
+    if utilization is not None and not 0 < utilization <= 1:
+        return f"gpu_memory_utilization: {utilization} is not allowed; expected above 0, at most 1"
+    if watermark is not None and not 0 <= watermark < 1:
+        return f"watermark: {watermark} is not allowed; expected 0 or more, below 1"
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    if seqs is not None and tokens is not None and seqs > tokens:
+        return f"max_num_seqs: {seqs} is not allowed; expected at most max_num_batched_tokens ({tokens})"
+    return None
+
+
+def read_limits_file(path: Path) -> tuple[int, Limits] | None:
+    """Revision and limits that the operator left; None for a missing or empty file.
+
+    Raises LimitsFileError. Keys that this version does not know are passed over.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LimitsFileError(f"{path}: {error}") from error
+    if not text.strip():
+        return None
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LimitsFileError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, Mapping) or not isinstance(document.get("limits"), Mapping):
+        raise LimitsFileError(f'{path}: expected {{"revision": ..., "limits": {{...}}}}')
+    revision = _number(path, "revision", document.get("revision"), whole=True)
+    values = {
+        attribute: _number(path, key, document["limits"][key], whole=key in _WHOLE)
+        for key, attribute in _FILE_KEYS.items()
+        if document["limits"].get(key) is not None
+    }
+    return int(revision), Limits(**values)  # type: ignore[arg-type]
+
+
+def _number(path: Path, key: str, value: object, *, whole: bool) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise LimitsFileError(f"{path}: {key}: {value!r} is not a number")
+    if whole and not isinstance(value, int):
+        raise LimitsFileError(f"{path}: {key}: {value!r} is not a whole number")
+    return value

@@ -153,7 +153,7 @@ class ScriptedExecutor:
     def _read(self, chunk: SequenceChunk) -> None:
         for position in range(chunk.start + len(chunk.token_ids)):
             held = self._slots.get(self._slot(chunk, position))
-            assert held is not None and held[:2] == (chunk.request_id, position), (
+            assert (held or ())[:2] == (chunk.request_id, position), (
                 f"{chunk.request_id} reads position {position} and finds {held}"
             )
 
