@@ -3,3 +3,7 @@
 Pure: values in (``now`` among them), values with their reasons out. Knows no cluster, client,
 event loop or clock.
 """
+
+from plimsoll_operator.tuning.tuner import decide
+
+__all__ = ["decide"]

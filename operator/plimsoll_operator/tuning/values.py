@@ -224,14 +224,15 @@ class Verdict:
 class Settings:
     """What the spec says, with defaults filled in (settings.py makes it).
 
-    ``floor`` None means that the length is never touched; ``ceiling`` None that the engine finds
-    the largest length that fits.
+    Without ``tunes_length`` the length is never touched. ``ceiling`` None: the engine finds the
+    largest length that fits; ``floor`` None: the spec guarantees none.
     """
 
     mode: TuningMode
     start: Limits
     min_utilization: float
     max_utilization: float
+    tunes_length: bool
     floor: int | None
     ceiling: int | None
     block_size: int
@@ -280,10 +281,12 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class OOMRecord:
-    """status.oom."""
+    """status.oom. ``host_memory``: the last one was not the tuner's to answer, because the memory
+    that ran out is not the one that the limits divide."""
 
     total: int = 0
     last: Failure | None = None
+    host_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,7 @@ class TuningState:
     tuned: Limits = Limits()
     limits: Limits = Limits()
     revision: int = 0
+    revised_at: float | None = None
     # The spec's values that ``limits`` were derived from; a difference is a change by the user.
     basis: Limits | None = None
     mode: TuningMode | None = None
@@ -308,7 +312,6 @@ class TuningState:
     oom: OOMRecord = OOMRecord()
     # Failed starts in a row, by pod.
     start_failures: Mapping[str, int] = field(default_factory=dict)
-    gave_up: GiveUp | None = None
     metrics_available: bool = True
 
     windows: Mapping[str, tuple[EngineReading, ...]] = field(default_factory=dict)

@@ -1,0 +1,172 @@
+"""What a limit may be: the spec's bounds, the engines' own, and what was learned.
+
+In: settings, readings, what was learned. Out: :class:`Bounds` and the limits in force within them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning.policy import TuningPolicy
+from plimsoll_operator.tuning.values import (
+    Blocked,
+    EngineReading,
+    Learned,
+    Limits,
+    Settings,
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """``floor`` None: the length is not the tuner's. ``top`` None: no engine has said yet what
+    fits. ``lowest`` and ``highest`` are the spec's; ``cap`` is the highest utilisation that is not
+    blocked, None when nothing is; below ``pool`` the cache would not hold one request of ``top``
+    tokens, so that the tuner does not go there by itself."""
+
+    floor: int | None
+    top: int | None
+    lowest: float
+    highest: float
+    cap: float | None
+    pool: float
+
+    def clamp_utilization(self, value: float) -> float:
+        """The spec's minimum wins over a blocked value: it is the user's word."""
+        top = self.highest if self.cap is None else min(self.highest, self.cap)
+        return max(min(value, top), self.lowest)
+
+    def lower_utilization(self, value: float, now: float) -> float:
+        """``value`` cut to the bounds, but never above ``now``."""
+        return min(max(self.clamp_utilization(value), self.pool), now)
+
+    def raise_utilization(self, value: float, now: float) -> float:
+        """``value`` cut to the bounds, but never below ``now``."""
+        return max(self.clamp_utilization(value), now)
+
+
+def find_bounds(
+    settings: Settings,
+    readings: Iterable[EngineReading],
+    learned: Learned,
+    policy: TuningPolicy,
+    now: float,
+) -> Bounds:
+    """The lowest ceiling among spec and engines is the top: during a rollout both serve."""
+    readings = tuple(readings)
+    ceilings = [settings.ceiling, *(reading.max_model_len_ceiling for reading in readings)]
+    top = min((ceiling for ceiling in ceilings if ceiling is not None), default=None)
+    floor = None
+    if settings.tunes_length and top is not None:
+        default = math.ceil(policy.default_floor_share * top)
+        floor = min(default if settings.floor is None else settings.floor, top)
+    pool = max(
+        (_holds(reading, settings, top) for reading in readings if top is not None), default=0.0
+    )
+    return Bounds(
+        floor=floor,
+        top=top,
+        lowest=settings.min_utilization,
+        highest=settings.max_utilization,
+        cap=cap(learned, policy, now),
+        pool=pool,
+    )
+
+
+def _holds(reading: EngineReading, settings: Settings, length: int) -> float:
+    """The least utilisation whose pool holds one request of ``length``; 0 when it cannot be told.
+
+    Below it a restarted engine would refuse to start.
+    """
+    utilization, total = reading.gpu_memory_utilization, reading.device_total_bytes
+    usable, committed = reading.usable_blocks, reading.committed_blocks
+    pool_bytes = reading.actual_bytes.get("kv_cache", 0)
+    if utilization is None or not total or usable is None or not committed or not pool_bytes:
+        return 0.0
+    needed = math.ceil(length / (reading.block_size or settings.block_size)) + 1
+    spare = max(0, usable - needed) * pool_bytes / committed
+    return min(utilization, round_up(utilization - spare / total))
+
+
+def active_blocks(learned: Learned, policy: TuningPolicy, now: float) -> tuple[Blocked, ...]:
+    """Those whose time has not passed: a day after one death, a week after two."""
+    return tuple(
+        blocked
+        for blocked in learned.blocked
+        if now - blocked.at < (policy.blocked_once if blocked.count < 2 else policy.blocked_twice)
+    )
+
+
+def cap(learned: Learned, policy: TuningPolicy, now: float) -> float | None:
+    """One step below the lowest value that is blocked now."""
+    lowest = min(
+        (blocked.utilization for blocked in active_blocks(learned, policy, now)), default=None
+    )
+    return None if lowest is None else round_down(lowest - policy.utilization_step)
+
+
+def start_utilization(
+    settings: Settings, learned: Learned, policy: TuningPolicy, now: float
+) -> float:
+    """Where a deployment starts that has tuned nothing yet: the spec's value, or less when the
+    profile knows better."""
+    start = settings.start.gpu_memory_utilization
+    assert start is not None  # settings.py always fills it in
+    candidates = [start]
+    if blocked := active_blocks(learned, policy, now):
+        retreat = min(entry.retreat for entry in blocked)
+        ceiling, good = cap(learned, policy, now), learned.last_known_good
+        if good is not None and ceiling is not None and good <= ceiling:
+            retreat = max(retreat, good)
+        candidates.append(retreat)
+    if learned.overrun is not None and is_fresh(learned.overrun_at, policy, now):
+        candidates.append(round_down(1 - policy.headroom_share - learned.overrun))
+    return min(candidates)
+
+
+def is_fresh(seen_at: float | None, policy: TuningPolicy, now: float) -> bool:
+    """Whether an overrun seen then still counts."""
+    return seen_at is not None and now - seen_at < policy.overrun_memory
+
+
+def limits_in_force(settings: Settings, tuned: Limits, previous: Limits, bounds: Bounds) -> Limits:
+    """``tuned`` within the bounds in mode Auto; ``previous`` in Hold; the spec's values otherwise.
+
+    Off and Advise take the spec's utilisation as it stands, blocked or not: that is what they are
+    for.
+    """
+    start, utilization = settings.start.gpu_memory_utilization, previous.gpu_memory_utilization
+    assert start is not None  # settings.py always fills it in
+    if settings.mode is TuningMode.AUTO:
+        chosen = tuned.gpu_memory_utilization
+        utilization = bounds.clamp_utilization(start if chosen is None else chosen)
+    elif settings.mode is not TuningMode.HOLD or utilization is None:
+        utilization = start
+    return Limits(_length(settings, tuned, previous, bounds), utilization)
+
+
+def _length(settings: Settings, tuned: Limits, previous: Limits, bounds: Bounds) -> int | None:
+    wanted = settings.start.max_model_len
+    if settings.mode is TuningMode.HOLD and previous.max_model_len is not None:
+        wanted = previous.max_model_len
+    elif settings.mode is TuningMode.AUTO and bounds.floor is not None and tuned.max_model_len:
+        wanted = max(tuned.max_model_len, bounds.floor)
+    elif wanted is None and previous.max_model_len is not None:
+        # Once a length has been sent, leaving it out would leave the old one in force.
+        wanted = bounds.top or previous.max_model_len
+    if wanted is None:
+        return None
+    return wanted if bounds.top is None else min(wanted, bounds.top)
+
+
+def round_down(utilization: float) -> float:
+    """To hundredths: finer steps are noise, and status shows two places. The small term keeps
+    0.29 (28.999... hundredths in binary) at 0.29."""
+    return math.floor(utilization * 100 + 1e-6) / 100
+
+
+def round_up(utilization: float) -> float:
+    return math.ceil(utilization * 100 - 1e-6) / 100

@@ -1,0 +1,210 @@
+"""From what is left of an engine container to the class of its death.
+
+In: a pod as observed. Out: a :class:`Failure`, or None. The engine's own termination message is
+believed first, then the kubelet's reason, then known fragments of the log's end (stock vLLM writes
+no termination message), then the exit status. Only out-of-memory kills that the kubelet calls
+OOMKilled are memory failures: a bare 137 is a SIGKILL by anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from plimsoll_operator.observed import Container, Pod, Termination
+from plimsoll_operator.tuning.values import Failure, FailureClass
+
+MAX_MESSAGE = 256
+SERVING_PHASE = "serving"
+
+_IMAGE_REASONS = {
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+}
+_CREATE_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+
+# Fragments of vLLM's and torch's last words (engine.md: A3), most telling first. An allocation
+# failure outside start-up looks the same as one inside; the engine's progress lines tell.
+_FRAGMENTS: tuple[tuple[str, FailureClass], ...] = (
+    (r"Free memory on device .*less than desired GPU memory", FailureClass.GPU_BUSY_AT_START),
+    (r"Error in memory profiling", FailureClass.GPU_BUSY_AT_START),
+    (r"To serve at least one request with the models?'?s? max seq len",
+     FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
+    (r"No available memory for the cache blocks", FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
+    (r"Cannot auto-fit max_model_len", FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
+    (r"User-specified max_model_len .* is greater than the derived",
+     FailureClass.INVALID_CONFIGURATION),
+    (r"Failed to load model - not enough GPU memory", FailureClass.MODEL_TOO_LARGE),
+    (r"out of memory occurred when warming up sampler", FailureClass.CUDA_OOM_AT_START),
+    (r"\bXid\b|uncorrectable ECC|CUDA error: (?!out of memory)", FailureClass.GPU_FAULT),
+    (r"NCCL error|ncclUnhandled|ncclSystemError|ncclRemoteError|Watchdog caught collective",
+     FailureClass.COLLECTIVE_FAILURE),
+    (r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
+     FailureClass.CUDA_OOM_AT_RUNTIME),
+)  # fmt: skip
+# Seen before the server is up; with one of these at the end of the log an OOM was at start.
+_STARTING = re.compile(
+    r"profile_run|determine_available_memory|warming up|capture_model|load_model"
+)
+_ESTIMATED_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
+
+_WORDS = {"class", "error", "message", "phase", "suggestion"}
+
+# What a failure of each class means, in words that name a remedy.
+_MEANING = {
+    FailureClass.CUDA_OOM_AT_START: "device memory ran out while starting",
+    FailureClass.CUDA_OOM_AT_RUNTIME: "device memory ran out while serving",
+    FailureClass.KV_TOO_SMALL_FOR_MAX_LEN: "the KV cache cannot hold one request of full length",
+    FailureClass.MODEL_TOO_LARGE: "the weights do not fit into the memory",
+    FailureClass.GPU_BUSY_AT_START: "another process still held device memory",
+    FailureClass.GPU_FAULT: "the device reported a fault",
+    FailureClass.COLLECTIVE_FAILURE: "the tensor-parallel ranks lost each other",
+    FailureClass.MODEL_LOAD_FAILED: "the model could not be loaded",
+    FailureClass.INVALID_CONFIGURATION: "the engine refused its configuration",
+    FailureClass.ENGINE_DEAD: "the engine died",
+}
+
+
+def classify(pod: Pod, *, memory_limit: str | None = None) -> Failure | None:
+    """The failure that tells most about this pod, recovered or not; None for one that never failed.
+
+    ``memory_limit`` is the container's limit as the spec has it, for the message.
+    """
+    container = pod.container
+    dead = None if container is None else _from_termination(pod, container, memory_limit)
+    if dead is not None and dead.failure_class is FailureClass.CGROUP_OOM:
+        return dead
+    waiting = None if container is None else _from_waiting(pod, container)
+    if waiting is not None:
+        return waiting
+    if dead is not None:
+        return dead
+    if pod.unschedulable is not None:
+        return Failure(
+            FailureClass.UNSCHEDULABLE,
+            f"{pod.uid}/unschedulable",
+            pod.name,
+            _cut(pod.unschedulable),
+        )
+    return None
+
+
+def _from_waiting(pod: Pod, container: Container) -> Failure | None:
+    reason = container.waiting
+    if reason in _IMAGE_REASONS:
+        failure_class, what = FailureClass.IMAGE_ERROR, f"image {container.image}: {reason}"
+    elif reason in _CREATE_REASONS:
+        failure_class, what = FailureClass.ENGINE_DEAD, f"its container was not made: {reason}"
+    else:
+        return None
+    message = f"{what}: {container.waiting_message}" if container.waiting_message else what
+    incident = f"{pod.uid}/{failure_class}"
+    return Failure(failure_class, incident, pod.name, _cut(message))
+
+
+def _from_termination(pod: Pod, container: Container, memory_limit: str | None) -> Failure | None:
+    end = container.termination
+    if end is None or pod.deleting:
+        return None
+    # The n-th death of this pod's container, also while the kubelet still counts n - 1 restarts.
+    death = container.restarts + 1 if container.ended else container.restarts
+    said = _last_json(end.message)
+    failure_class = _class_of(end, said)
+    phase = said.get("phase")
+    suggestion = said.get("suggestion") or {}
+    if not suggestion and (length := _ESTIMATED_LENGTH.search(end.message)):
+        suggestion = {"flag": "--max-model-len", "value": int(length.group(1))}
+    if failure_class is FailureClass.CUDA_OOM_AT_RUNTIME:
+        serving: bool | None = True
+    else:
+        serving = None if phase is None else phase == SERVING_PHASE
+    return Failure(
+        failure_class=failure_class,
+        incident=f"{pod.uid}/{death}",
+        pod=pod.name,
+        message=_cut(_describe(failure_class, end, said, memory_limit)),
+        at=end.finished_at,
+        started_at=end.started_at,
+        exit_code=end.exit_code,
+        serving=serving,
+        figures=_figures(said),
+        suggested_flag=suggestion.get("flag"),
+        suggested_value=suggestion.get("value"),
+    )
+
+
+def _class_of(end: Termination, said: Mapping[str, Any]) -> FailureClass:
+    if end.reason == "OOMKilled":
+        return FailureClass.CGROUP_OOM
+    if said.get("class") in tuple(FailureClass):
+        return FailureClass(said["class"])
+    if said.get("error") == "out_of_memory":
+        at_runtime = said.get("phase") == SERVING_PHASE
+        return FailureClass.CUDA_OOM_AT_RUNTIME if at_runtime else FailureClass.CUDA_OOM_AT_START
+    for pattern, failure_class in _FRAGMENTS:
+        if re.search(pattern, end.message):
+            at_start = failure_class is FailureClass.CUDA_OOM_AT_RUNTIME and _STARTING.search(
+                end.message
+            )
+            return FailureClass.CUDA_OOM_AT_START if at_start else failure_class
+    return FailureClass.ENGINE_DEAD
+
+
+def _describe(
+    failure_class: FailureClass,
+    end: Termination,
+    said: Mapping[str, Any],
+    memory_limit: str | None,
+) -> str:
+    if failure_class is FailureClass.CGROUP_OOM:
+        limit = (
+            "its memory limit" if memory_limit is None else f"its memory limit of {memory_limit}"
+        )
+        return f"killed at {limit} (OOMKilled, exit status {end.exit_code})"
+    if isinstance(text := said.get("message"), str) and text:
+        return text
+    what = f"{_MEANING[failure_class]} (exit status {end.exit_code})"
+    if said:
+        figures = ", ".join(f"{key} {value}" for key, value in _figures(said).items())
+        return f"{what}: {figures}"
+    if failure_class is FailureClass.ENGINE_DEAD and end.exit_code > 128:
+        return f"the engine was killed by signal {end.exit_code - 128}"
+    lines = end.message.strip().splitlines()
+    return f"{what}: {lines[-1]}" if lines else what
+
+
+def _figures(said: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """Plain figures: those under ``figures``, else the message's own (any engine's JSON)."""
+    inner = said.get("figures", said)
+    if not isinstance(inner, dict):
+        return {}
+    return {
+        key: value
+        for key, value in inner.items()
+        if isinstance(value, int | float | str)
+        and not isinstance(value, bool)
+        and key not in _WORDS
+    }
+
+
+def _last_json(message: str) -> dict[str, Any]:
+    """The engine's message is one line of JSON, alone or at the end of a log; {} without one."""
+    for line in reversed(message.strip().splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."

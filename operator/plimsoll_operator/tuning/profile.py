@@ -1,0 +1,144 @@
+"""What was learned of one model on one kind of device: the MemoryProfile.
+
+In: a deployment, or a MemoryProfile as read. Out: the profile's key and object, or what it says.
+The key holds whatever changes how much memory is needed at a given utilisation; nobody owns the
+object, so it outlives its deployment, and deleting it resets what was learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plimsoll_operator import names
+from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.record import read_time, write_time
+from plimsoll_operator.tuning.values import Blocked, FailureClass, Learned
+
+Json = dict[str, Any]
+
+# Node labels that name the device, as NVIDIA's and AMD's device discovery set them.
+_PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name")
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """``device`` is ``cpu`` with the container's memory limit (there the limit is the device), or
+    the resource's name with the product that the pods are bound to."""
+
+    model: str
+    revision: str
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    engine: str
+
+    @property
+    def text(self) -> str:
+        return "/".join(
+            (
+                self.model.partition("://")[2],
+                self.revision,
+                self.dtype,
+                self.device,
+                f"tp{self.tensor_parallel_size}",
+                self.engine,
+            )
+        )
+
+    @property
+    def name(self) -> str:
+        return names.memory_profile(self.text)
+
+
+def profile_key(deployment: Deployment, engine_image: str) -> ProfileKey:
+    """``engine_image`` is the image that the pods run, by whoever chose it."""
+    selector = deployment.pod_template.fields.get("nodeSelector", {})
+    product = next((selector[label] for label in _PRODUCT_LABELS if label in selector), None)
+    if deployment.accelerator is None:
+        device = f"cpu {deployment.limits.get('memory', 'unlimited')}"
+    else:
+        device = f"{deployment.accelerator} {product}" if product else deployment.accelerator
+    return ProfileKey(
+        model=deployment.model.uri,
+        revision=deployment.model.revision or "main",
+        dtype=_flag(deployment.engine.extra_args, "--dtype") or "auto",
+        device=device,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        engine=engine_image,
+    )
+
+
+def _flag(arguments: tuple[str, ...], flag: str) -> str | None:
+    """The last value of ``flag``, written ``--flag=value`` or as two arguments."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+        elif argument == flag and index + 1 < len(arguments):
+            value = arguments[index + 1]
+    return value
+
+
+def build_profile(namespace: str, key: ProfileKey) -> Json:
+    """The object without its status; its spec never changes."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.PROFILE_KIND,
+        "metadata": {
+            "name": key.name,
+            "namespace": namespace,
+            "labels": {"app.kubernetes.io/managed-by": "plimsoll"},
+        },
+        "spec": {
+            "model": key.model,
+            "revision": key.revision,
+            "dtype": key.dtype,
+            "device": key.device,
+            "tensorParallelSize": key.tensor_parallel_size,
+            "engine": key.engine,
+        },
+    }
+
+
+def build_profile_status(learned: Learned) -> Json:
+    status: Json = {
+        "blocked": [
+            {
+                "gpuMemoryUtilization": blocked.utilization,
+                "retreat": blocked.retreat,
+                "time": write_time(blocked.at),
+                "class": blocked.failure_class.value,
+                "count": blocked.count,
+            }
+            for blocked in learned.blocked
+        ],
+        "lastKnownGood": learned.last_known_good,
+        "lastOOMTime": write_time(learned.last_oom_at),
+        "overrun": learned.overrun,
+        "overrunTime": write_time(learned.overrun_at),
+    }
+    return {key: value for key, value in status.items() if value not in (None, [])}
+
+
+def read_learned(profile: Mapping[str, Any] | None) -> Learned:
+    """Nothing, when there is no profile."""
+    status = (profile or {}).get("status", {})
+    return Learned(
+        blocked=tuple(_read_blocked(entry) for entry in status.get("blocked", ())),
+        last_known_good=status.get("lastKnownGood"),
+        last_oom_at=read_time(status.get("lastOOMTime")),
+        overrun=status.get("overrun"),
+        overrun_at=read_time(status.get("overrunTime")),
+    )
+
+
+def _read_blocked(entry: Mapping[str, Any]) -> Blocked:
+    return Blocked(
+        utilization=entry["gpuMemoryUtilization"],
+        retreat=entry["retreat"],
+        at=read_time(entry["time"]) or 0.0,
+        failure_class=FailureClass(entry["class"]),
+        count=entry.get("count", 1),
+    )

@@ -1,0 +1,241 @@
+"""One decision of the tuner.
+
+In: :class:`TuningInputs`. Out: a :class:`TuningDecision`. Deterministic: the same inputs give the
+same decision, and the state that comes out goes into the next pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning import verdicts
+from plimsoll_operator.tuning.bounds import (
+    Bounds,
+    find_bounds,
+    limits_in_force,
+    start_utilization,
+)
+from plimsoll_operator.tuning.evidence import gather, is_reportable, unconfirmed
+from plimsoll_operator.tuning.history import events_of, find_changes, judge_outcomes
+from plimsoll_operator.tuning.lessons import learn, observe
+from plimsoll_operator.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from plimsoll_operator.tuning.rules import RULES, Proposal, Situation
+from plimsoll_operator.tuning.values import (
+    Event,
+    Learned,
+    Limits,
+    OutcomeKind,
+    Parameter,
+    Rule,
+    Source,
+    TuningDecision,
+    TuningInputs,
+    TuningState,
+)
+
+
+def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> TuningDecision:
+    """What should be in force now, and why."""
+    settings, now, before = inputs.settings, inputs.now, inputs.state
+
+    # Step 1: what the pages say, together with those before them.
+    evidence = gather(inputs, policy)
+
+    # Step 2: where the limits stand, after the user's changes of spec and mode.
+    learned = inputs.learned
+    bounds = find_bounds(settings, evidence.readings, learned, policy, now)
+    state = _follow_spec(inputs, bounds, policy)
+    limits = limits_in_force(settings, state.tuned, state.limits, bounds)
+    assert limits.gpu_memory_utilization is not None  # the spec's default at least
+
+    # Step 3: what deaths teach. This alone needs no metrics: a dead engine has none.
+    lesson = learn(replace(inputs, state=state), bounds, limits.gpu_memory_utilization, policy)
+    state, learned = lesson.state, observe(lesson.learned, evidence, state.history, policy, now)
+    bounds = find_bounds(settings, evidence.readings, learned, policy, now)
+
+    # Step 4: what the rules propose, once everything is known and the last change has settled.
+    waiting_for = unconfirmed(inputs, evidence)
+    proposal = lesson.proposal
+    held_back: tuple[str, ...] = ()
+    if proposal is None and evidence.complete and _may_move(inputs, waiting_for, policy):
+        situation = Situation(
+            settings=settings,
+            policy=policy,
+            signals=evidence.signals,
+            bounds=bounds,
+            length=bounds.top if limits.max_model_len is None else limits.max_model_len,
+            utilization=limits.gpu_memory_utilization,
+            learned=learned,
+            history=state.history,
+            revision=state.revision,
+            outcomes=inputs.outcomes,
+            pressed_for=evidence.lasting(evidence.pressed_since),
+            calm_for=evidence.lasting(evidence.calm_since),
+            now=now,
+        )
+        proposal, held_back = _first_move(situation)
+    elif proposal is not None and proposal.limited is not None:
+        held_back = (proposal.limited,)
+
+    # Step 5: only mode Auto carries a proposal out.
+    if settings.mode is TuningMode.AUTO and proposal is not None:
+        tuned = _with(state.tuned, proposal.parameter, proposal.value)
+        state = replace(state, tuned=_without_needless(tuned, inputs, bounds))
+    in_force = limits_in_force(settings, state.tuned, state.limits, bounds)
+    target = in_force
+    if settings.mode is TuningMode.ADVISE:
+        target = _advice(inputs, proposal, learned, bounds, policy)
+
+    # Step 6: the difference to the last pass, as values for history, Events and conditions.
+    reported = max((r.limits_revision or 0 for r in evidence.readings), default=0)
+    moved = in_force != before.limits or reported > before.revision
+    revision = max(before.revision, reported) + 1 if moved else before.revision
+    changes = find_changes(inputs, state.limits, in_force, proposal, revision)
+    history = judge_outcomes(state.history, evidence, lesson.events, changes, policy, now)
+    missing = bool(evidence.unknowns) and is_reportable(evidence, settings.scrape_interval, now)
+    available = verdicts.metrics_available(evidence.unknowns if missing else (), inputs.engines)
+    events = [*lesson.events, *events_of(changes)]
+    if missing and before.metrics_available:
+        events.append(Event("MetricsUnavailable", available.message, warning=True))
+    overdue = now - (now if before.revised_at is None else before.revised_at)
+    late = waiting_for if overdue > policy.confirm_timeout else ()
+    state = replace(
+        state,
+        limits=in_force,
+        revision=revision,
+        revised_at=now if moved else before.revised_at,
+        basis=settings.start,
+        mode=settings.mode,
+        generation=settings.generation,
+        history=(*history, *changes)[-policy.history_length :],
+        metrics_available=not missing if inputs.engines else before.metrics_available,
+        windows=evidence.windows,
+        pressed_since=evidence.pressed_since,
+        calm_since=evidence.calm_since,
+        unknown_since=evidence.unknown_since,
+    )
+    return TuningDecision(
+        limits=in_force,
+        revision=revision,
+        source=_source(state),
+        target=target,
+        lower_bound=Limits(bounds.floor, bounds.lowest),
+        upper_bound=Limits(bounds.top, bounds.highest),
+        uncapped=in_force
+        if proposal is None
+        else _with(in_force, proposal.parameter, proposal.uncapped),
+        reason=_reason(state),
+        changes=changes,
+        events=tuple(events),
+        verdicts=(
+            available,
+            verdicts.tuning_active(settings, available, inputs.outcomes, late),
+            verdicts.tuning_limited(held_back),
+            verdicts.oom_detected(state.oom, settings, policy, now),
+        ),
+        state=state,
+        learned=learned,
+        give_up=lesson.give_up,
+    )
+
+
+def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> TuningState:
+    """A value that the user changed is the new start, and the new top of what was tuned. Off and
+    Advise forget what was tuned. Where a profile knows better than the spec, that is tuned, too."""
+    state, settings = inputs.state, inputs.settings
+    if settings.mode in (TuningMode.OFF, TuningMode.ADVISE):
+        return replace(state, tuned=Limits())
+    start, basis = settings.start, state.basis or settings.start
+    length, utilization = state.tuned.max_model_len, state.tuned.gpu_memory_utilization
+    if not settings.tunes_length:
+        length = None
+    elif None not in (length, start.max_model_len) and basis.max_model_len != start.max_model_len:
+        length = min(length or 0, start.max_model_len or 0)
+    if basis.gpu_memory_utilization != start.gpu_memory_utilization:
+        utilization = None
+    if settings.mode is TuningMode.AUTO:
+        known = start_utilization(settings, inputs.learned, policy, inputs.now)
+        if utilization is None and known != start.gpu_memory_utilization:
+            utilization = known
+        if utilization is not None:
+            utilization = bounds.clamp_utilization(utilization)
+    return replace(state, tuned=Limits(length, utilization))
+
+
+def _may_move(inputs: TuningInputs, waiting_for: tuple[str, ...], policy: TuningPolicy) -> bool:
+    """One change in flight, and a pause after each; a refusal may be answered at once."""
+    if any(outcome.kind is OutcomeKind.REJECTED for outcome in inputs.outcomes.values()):
+        return True
+    if waiting_for:
+        return False
+    revised_at = inputs.state.revised_at
+    settle = policy.settle_scrapes * inputs.settings.scrape_interval
+    return revised_at is None or inputs.now - revised_at >= settle
+
+
+def _first_move(situation: Situation) -> tuple[Proposal | None, tuple[str, ...]]:
+    """The first rule that moves something, and what held back those before it."""
+    held_back: tuple[str, ...] = ()
+    for rule in RULES:
+        proposal = rule(situation)
+        if proposal is None:
+            continue
+        if proposal.limited is not None:
+            held_back = (*held_back, proposal.limited)
+        now = (
+            situation.length
+            if proposal.parameter is Parameter.MAX_MODEL_LEN
+            else situation.utilization
+        )
+        if proposal.value != now:
+            return proposal, held_back
+    return None, held_back
+
+
+def _with(limits: Limits, parameter: Parameter, value: float) -> Limits:
+    if parameter is Parameter.MAX_MODEL_LEN:
+        return replace(limits, max_model_len=int(value))
+    return replace(limits, gpu_memory_utilization=value)
+
+
+def _without_needless(tuned: Limits, inputs: TuningInputs, bounds: Bounds) -> Limits:
+    """A length back at the top is the spec's again."""
+    start = inputs.settings.start.max_model_len
+    length, top = tuned.max_model_len, bounds.top
+    if length is None or top is None or length < top or (start is not None and start < top):
+        return tuned
+    return replace(tuned, max_model_len=None)
+
+
+def _advice(
+    inputs: TuningInputs,
+    proposal: Proposal | None,
+    learned: Learned,
+    bounds: Bounds,
+    policy: TuningPolicy,
+) -> Limits:
+    """What mode Auto would put in force in this pass."""
+    settings = replace(inputs.settings, mode=TuningMode.AUTO)
+    utilization = start_utilization(settings, learned, policy, inputs.now)
+    tuned = Limits(gpu_memory_utilization=bounds.clamp_utilization(utilization))
+    if proposal is not None:
+        tuned = _with(tuned, proposal.parameter, proposal.value)
+    return limits_in_force(settings, tuned, inputs.state.limits, bounds)
+
+
+def _source(state: TuningState) -> Source:
+    if state.mode is TuningMode.HOLD:
+        return Source.PINNED
+    if state.tuned == Limits():
+        return Source.SPEC
+    utilizations = [c for c in state.history if c.parameter is Parameter.GPU_MEMORY_UTILIZATION]
+    learned = bool(utilizations) and utilizations[-1].rule is Rule.LEARNED
+    return Source.LEARNED if learned and state.tuned.max_model_len is None else Source.TUNED
+
+
+def _reason(state: TuningState) -> str:
+    """The newest change's; it stays the same until the next one."""
+    if not state.history:
+        return "the spec's values are in force"
+    return f"{state.history[-1].rule}: {state.history[-1].reason}"

@@ -1,0 +1,95 @@
+"""The tuner's four conditions. In: what one pass found. Out: verdicts with stable messages: a figure
+that moves with every page would make every pass a write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning.policy import TuningPolicy
+from plimsoll_operator.tuning.values import (
+    EngineReading,
+    FailureClass,
+    LimitsOutcome,
+    OOMRecord,
+    OutcomeKind,
+    Settings,
+    Status,
+    Unknown,
+    Verdict,
+)
+
+
+def metrics_available(
+    unknowns: tuple[Unknown, ...], engines: Mapping[str, EngineReading | Unknown]
+) -> Verdict:
+    if not engines:
+        return Verdict("MetricsAvailable", Status.UNKNOWN, "NoEngines", "no engine serves yet")
+    if not unknowns:
+        return Verdict(
+            "MetricsAvailable", Status.TRUE, "Fresh", "every engine's metrics are complete"
+        )
+    first = unknowns[0]
+    message = f"pod {first.pod}: {first.message}"
+    if len(unknowns) > 1:
+        message += f"; also {', '.join(unknown.pod for unknown in unknowns[1:])}"
+    return Verdict("MetricsAvailable", Status.FALSE, first.reason.value, message)
+
+
+def tuning_active(
+    settings: Settings,
+    available: Verdict,
+    outcomes: Mapping[str, LimitsOutcome],
+    unconfirmed: tuple[str, ...],
+) -> Verdict:
+    """``unconfirmed``: pods that have not taken over the limits within the time allowed."""
+
+    def inactive(reason: str, message: str) -> Verdict:
+        return Verdict("TuningActive", Status.FALSE, reason, message)
+
+    if settings.mode is TuningMode.OFF:
+        return inactive("Off", "spec.tuning.mode is Off: the spec's values are in force")
+    if settings.mode is TuningMode.HOLD:
+        return inactive("Hold", "spec.tuning.mode is Hold: the values in force stay as they are")
+    if available.status is not Status.TRUE:
+        return inactive(available.reason, f"nothing is changed: {available.message}")
+    if settings.mode is TuningMode.ADVISE:
+        return inactive(
+            "Advise", "spec.tuning.mode is Advise: status.tuning.target says what would be done"
+        )
+    rejected = sorted(o.pod for o in outcomes.values() if o.kind is OutcomeKind.REJECTED)
+    if rejected:
+        reason = outcomes[rejected[0]].reason
+        return inactive("LimitsRejected", f"pod {rejected[0]} refused its limits: {reason}")
+    if unconfirmed:
+        return inactive(
+            "LimitsNotConfirmed",
+            f"pod {unconfirmed[0]} has not taken over the limits; nothing more is changed until then",
+        )
+    return Verdict("TuningActive", Status.TRUE, "Auto", "limits follow the traffic")
+
+
+def tuning_limited(limits: tuple[str, ...]) -> Verdict:
+    if limits:
+        return Verdict("TuningLimited", Status.TRUE, "AtBound", "; ".join(limits))
+    return Verdict("TuningLimited", Status.FALSE, "WithinBounds", "no bound holds the tuner back")
+
+
+def oom_detected(oom: OOMRecord, settings: Settings, policy: TuningPolicy, now: float) -> Verdict:
+    """True for a day after the last one. Host memory has a reason of its own: no limit of the
+    engine can help there."""
+    last = oom.last
+    if last is None:
+        return Verdict("OOMDetected", Status.FALSE, "NoOOM", "no engine ran out of memory")
+    if last.at is not None and now - last.at > policy.oom_shown:
+        return Verdict("OOMDetected", Status.FALSE, "NoRecentOOM", "none in the last 24 hours")
+    message = f"pod {last.pod}: {last.message}"
+    if oom.host_memory:
+        limit = settings.memory_limit or "not set"
+        message += (
+            f"; raise spec.resources.limits.memory ({limit}), the engine's limits cannot help"
+        )
+        return Verdict("OOMDetected", Status.TRUE, "HostMemoryOOM", message)
+    on_host = last.failure_class is FailureClass.CGROUP_OOM
+    reason = "ContainerMemoryOOM" if on_host else "DeviceMemoryOOM"
+    return Verdict("OOMDetected", Status.TRUE, reason, message)
