@@ -6,9 +6,9 @@ refused here, at the door. This module knows neither HTTP nor text: prompts are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.server.errors import ApiError, invalid_value
@@ -27,6 +27,24 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     eos_token_ids: frozenset[int] = frozenset()
+
+
+def read_defaults(given: Mapping[str, float], eos_token_ids: frozenset[int]) -> SamplingDefaults:
+    """``given`` is from generation_config.json, with the keys that are set there. A value that a
+    request could not have either is passed over."""
+    allowed = {
+        "temperature": lambda value: value >= 0,
+        "top_p": lambda value: 0 < value <= 1,
+        "top_k": lambda value: value >= 1 and value == int(value),
+        "min_p": lambda value: 0 <= value <= 1,
+        "repetition_penalty": lambda value: value > 0,
+    }
+    values: dict[str, Any] = {
+        name: int(value) if name == "top_k" else float(value)
+        for name, value in given.items()
+        if name in allowed and allowed[name](value)
+    }
+    return SamplingDefaults(**values, eos_token_ids=eos_token_ids)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The gRPC control channel between the operator and one engine."""

@@ -1,0 +1,172 @@
+"""EngineControl over gRPC, with gRPC health and reflection: the operator's way into one engine.
+
+With credentials the channel is TLS, every call but a health check needs the token, and the port is
+open to the pod's network. Without them it listens on the loopback address alone. The server has its
+own threads, so a busy HTTP side never delays a limit.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from plimsoll_engine.config import ConfigError
+from plimsoll_engine.control.credentials import ControlCredentials
+from plimsoll_engine.control.reports import (
+    EngineIdentity,
+    build_limits_response,
+    build_memory_report,
+    limits_from_wire,
+)
+from plimsoll_engine.core import EngineCore
+from plimsoll_wire import engine_control_pb2 as wire
+from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+SERVICE_NAME = wire.DESCRIPTOR.services_by_name["EngineControl"].full_name
+HEALTH_SERVICE = f"/{health.SERVICE_NAME}/"
+# One thread per call; a WatchState stream holds its thread.
+WORKERS = 16
+WATCH_INTERVAL_SECONDS = 1.0
+MAX_DRAIN_SECONDS = 3600.0
+
+
+class EngineControl(wire_grpc.EngineControlServicer):
+    def __init__(self, core: EngineCore, identity: EngineIdentity) -> None:
+        self._core = core
+        self._identity = identity
+        self._stopping = threading.Event()
+
+    def GetMemoryReport(
+        self, request: wire.GetMemoryReportRequest, context: grpc.ServicerContext
+    ) -> wire.MemoryReport:
+        return build_memory_report(self._identity, self._core.snapshot())
+
+    def SetLimits(
+        self, request: wire.SetLimitsRequest, context: grpc.ServicerContext
+    ) -> wire.SetLimitsResponse:
+        limits = limits_from_wire(request.limits)
+        return build_limits_response(self._core.set_limits(request.revision, limits))
+
+    def WatchState(
+        self, request: wire.WatchStateRequest, context: grpc.ServicerContext
+    ) -> Iterator[wire.MemoryReport]:
+        sent: wire.MemoryReport | None = None
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        while not self._stopping.is_set() and not ended.is_set():
+            report = build_memory_report(self._identity, self._core.snapshot())
+            if sent is None or _state(report) != _state(sent):
+                sent = report
+                yield report
+            ended.wait(WATCH_INTERVAL_SECONDS)
+
+    def Drain(
+        self, request: wire.DrainRequest, context: grpc.ServicerContext
+    ) -> wire.DrainResponse:
+        if not 0 <= request.timeout_seconds <= MAX_DRAIN_SECONDS:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"timeout_seconds: {request.timeout_seconds} is not allowed; expected a number "
+                f"from 0 to {MAX_DRAIN_SECONDS:.0f}",
+            )
+        drained = self._core.drain(request.timeout_seconds)
+        now = self._core.snapshot()
+        return wire.DrainResponse(drained=drained, running=now.running, waiting=now.waiting)
+
+    def stop(self) -> None:
+        """Ends the streams, at the latest after their next look."""
+        self._stopping.set()
+
+
+class ControlServer:
+    """Listens from construction on, answers from ``start`` on."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        identity: EngineIdentity,
+        *,
+        port: int,
+        credentials: ControlCredentials | None,
+    ) -> None:
+        """``port`` 0 takes a free one. Raises ConfigError when the port cannot be had."""
+        self._control = EngineControl(core, identity)
+        self._health = health.HealthServicer()
+        self._server = grpc.server(
+            ThreadPoolExecutor(WORKERS, thread_name_prefix="control"),
+            interceptors=[] if credentials is None else [BearerAuth(credentials.token)],
+            # Two engines must never share a port by mistake.
+            options=[("grpc.so_reuseport", 0)],
+        )
+        register: Callable[..., None] = wire_grpc.add_EngineControlServicer_to_server
+        register(self._control, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        self.port = self._listen(port, credentials)
+
+    def _listen(self, port: int, credentials: ControlCredentials | None) -> int:
+        try:
+            if credentials is None:
+                return self._server.add_insecure_port(f"127.0.0.1:{port}")
+            pair = (credentials.key, credentials.certificate)
+            return self._server.add_secure_port(f"[::]:{port}", grpc.ssl_server_credentials([pair]))
+        except RuntimeError as error:
+            raise ConfigError("--control-port", port, f"a port that is free ({error})") from None
+
+    def start(self) -> None:
+        self._server.start()
+        self.set_serving(True)
+
+    def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            self._health.set(service, value)
+
+    def stop(self, grace_seconds: float = 1.0) -> None:
+        self._control.stop()
+        self._server.stop(grace_seconds).wait(grace_seconds)
+
+
+class BearerAuth(grpc.ServerInterceptor):
+    """Refuses every call without the token, health checks apart: probes carry none."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+        def refuse(request: object, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the bearer token is missing or wrong")
+
+        self._refusal: Handler = grpc.unary_unary_rpc_method_handler(refuse)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        if handler_call_details.method.startswith(HEALTH_SERVICE):
+            return continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(given_bytes, self._expected):
+            return continuation(handler_call_details)
+        return self._refusal
+
+
+def _state(report: wire.MemoryReport) -> bytes:
+    """The report without what moves by itself while nothing happens."""
+    copy = wire.MemoryReport()
+    copy.CopyFrom(report)
+    copy.step_heartbeat_age_seconds = 0
+    return copy.SerializeToString(deterministic=True)
