@@ -21,31 +21,65 @@ from plimsoll_operator.tuning.values import (
 
 
 @dataclass(frozen=True)
+class Pool:
+    """One pod's cache: ``usable`` blocks of ``block_size`` tokens at ``utilization``, and how many
+    blocks the whole device would hold."""
+
+    utilization: float
+    usable: int
+    block_size: int
+    blocks_per_device: float
+
+    def tokens_at(self, utilization: float) -> int:
+        """Tokens that the cache would hold. Elsewhere than here, one block less than the sums say:
+        the engine rounds bytes, and the least error would be a refusal."""
+        more = math.floor((utilization - self.utilization) * self.blocks_per_device)
+        return max(0, self.usable + more - (more != 0)) * self.block_size
+
+    def least_for(self, length: int) -> float:
+        """The least utilisation, in hundredths, whose cache holds one request of ``length``."""
+        missing = math.ceil(length / self.block_size) - self.usable
+        if missing == 0:
+            return self.utilization
+        return round_up(self.utilization + (missing + 1) / self.blocks_per_device)
+
+
+@dataclass(frozen=True)
 class Bounds:
     """``floor`` None: the length is not the tuner's. ``top`` None: no engine has said yet what
     fits. ``lowest`` and ``highest`` are the spec's; ``cap`` is the highest utilisation that is not
-    blocked, None when nothing is; below ``pool`` the cache would not hold one request of ``top``
-    tokens, so that the tuner does not go there by itself."""
+    blocked, None when nothing is."""
 
     floor: int | None
     top: int | None
     lowest: float
     highest: float
     cap: float | None
-    pool: float
+    pools: tuple[Pool, ...]
 
     def clamp_utilization(self, value: float) -> float:
         """The spec's minimum wins over a blocked value: it is the user's word."""
         top = self.highest if self.cap is None else min(self.highest, self.cap)
         return max(min(value, top), self.lowest)
 
-    def lower_utilization(self, value: float, now: float) -> float:
-        """``value`` cut to the bounds, but never above ``now``."""
-        return min(max(self.clamp_utilization(value), self.pool), now)
+    def lower_utilization(self, value: float, now: float, length: int | None) -> float:
+        """``value`` cut to the bounds and to what a request of ``length`` needs, but never above
+        ``now``: an engine refuses a line below which its admitted length would never be served."""
+        return min(max(self.clamp_utilization(value), self.least_for(length)), now)
 
     def raise_utilization(self, value: float, now: float) -> float:
         """``value`` cut to the bounds, but never below ``now``."""
         return max(self.clamp_utilization(value), now)
+
+    def least_for(self, length: int | None) -> float:
+        """0 when it is not known."""
+        if length is None:
+            return 0.0
+        return max((pool.least_for(length) for pool in self.pools), default=0.0)
+
+    def longest_at(self, utilization: float) -> int | None:
+        """The longest request that every cache would hold; None when it is not known."""
+        return min((pool.tokens_at(utilization) for pool in self.pools), default=None)
 
 
 def find_bounds(
@@ -63,32 +97,24 @@ def find_bounds(
     if settings.tunes_length and top is not None:
         default = math.ceil(policy.default_floor_share * top)
         floor = min(default if settings.floor is None else settings.floor, top)
-    pool = max(
-        (_holds(reading, settings, top) for reading in readings if top is not None), default=0.0
-    )
     return Bounds(
         floor=floor,
         top=top,
         lowest=settings.min_utilization,
         highest=settings.max_utilization,
         cap=cap(learned, policy, now),
-        pool=pool,
+        pools=tuple(pool for reading in readings if (pool := _pool(reading, settings)) is not None),
     )
 
 
-def _holds(reading: EngineReading, settings: Settings, length: int) -> float:
-    """The least utilisation whose pool holds one request of ``length``; 0 when it cannot be told.
-
-    Below it a restarted engine would refuse to start.
-    """
+def _pool(reading: EngineReading, settings: Settings) -> Pool | None:
+    """None for a page without these figures (stock vLLM's, for one)."""
     utilization, total = reading.gpu_memory_utilization, reading.device_total_bytes
-    usable, committed = reading.usable_blocks, reading.committed_blocks
-    pool_bytes = reading.actual_bytes.get("kv_cache", 0)
-    if utilization is None or not total or usable is None or not committed or not pool_bytes:
-        return 0.0
-    needed = math.ceil(length / (reading.block_size or settings.block_size)) + 1
-    spare = max(0, usable - needed) * pool_bytes / committed
-    return min(utilization, round_up(utilization - spare / total))
+    usable, planned = reading.usable_blocks, reading.planned_bytes.get("kv_cache")
+    if utilization is None or not total or not usable or not planned:
+        return None
+    block_size = reading.block_size or settings.block_size
+    return Pool(utilization, usable, block_size, total / (planned / usable))
 
 
 def active_blocks(learned: Learned, policy: TuningPolicy, now: float) -> tuple[Blocked, ...]:

@@ -46,6 +46,11 @@ class Evidence:
     def readings(self) -> tuple[EngineReading, ...]:
         return tuple(signals.reading for signals in self.signals)
 
+    @property
+    def latest(self) -> tuple[EngineReading, ...]:
+        """The newest page of every pod, also of one that has just died."""
+        return tuple(window[-1] for _, window in sorted(self.windows.items()))
+
     def lasting(self, since: float | None) -> float | None:
         """Seconds from the first page of a run to the newest."""
         return None if since is None or self.seen_at is None else self.seen_at - since

@@ -66,6 +66,9 @@ def _change(
             inputs.now, parameter, old, new, rule, reason, expected, revision, proposal.inputs
         )
     mode = inputs.settings.mode
+    if proposal is not None and not first and inputs.state.mode is mode:
+        reason = f"the cache at the new line holds no more; {proposal.reason}"
+        return Change(inputs.now, parameter, old, new, proposal.rule, reason, "", revision)
     if not first and inputs.state.mode is not mode:
         rule, reason = Rule.MODE, f"spec.tuning.mode is {mode} now"
     elif first or inputs.state.basis == inputs.settings.start:

@@ -86,10 +86,10 @@ def learn(inputs: TuningInputs, bounds: Bounds, utilization: float, policy: Tuni
         if ours:
             died, total = _at_death(failure, inputs, utilization)
             wanted = _retreat(died, total, policy)
-            retreat = bounds.lower_utilization(wanted, died)
-            learned = _remember(learned, Blocked(
-                died, retreat, failure.at or inputs.now, failure.failure_class
-            ))  # fmt: skip
+            # The floor is guaranteed; a length above it goes down with the line.
+            retreat = bounds.lower_utilization(wanted, died, bounds.floor or bounds.top)
+            death = Blocked(died, retreat, failure.at or inputs.now, failure.failure_class)
+            learned = _remember(learned, death, policy)
             if down is None or retreat < down.value:
                 down = _step_down(failure, failed_start, died, retreat, wanted)
         elif failure.failure_class is FailureClass.KV_TOO_SMALL_FOR_MAX_LEN:
@@ -158,10 +158,11 @@ def _retreat(died: float, total: int | None, policy: TuningPolicy) -> float:
     return round_down(died - max(policy.utilization_step, grown, absolute))
 
 
-def _remember(learned: Learned, death: Blocked) -> Learned:
+def _remember(learned: Learned, death: Blocked, policy: TuningPolicy) -> Learned:
     """One entry per utilisation; what was known as good and died is not good."""
-    same = [b for b in learned.blocked if round(b.utilization, 2) == round(death.utilization, 2)]
-    others = tuple(b for b in learned.blocked if b not in same)
+    kept = [b for b in learned.blocked if death.at - b.at < policy.blocked_twice]
+    same = [b for b in kept if round(b.utilization, 2) == round(death.utilization, 2)]
+    others = tuple(b for b in kept if b not in same)
     merged = replace(
         death,
         count=1 + sum(b.count for b in same),
@@ -222,19 +223,11 @@ def _step_down(
 def _step_up(
     failure: Failure, bounds: Bounds, utilization: float, policy: TuningPolicy
 ) -> Proposal:
-    """By what is missing when the engine says so (bytes), else by one step."""
-    figures = failure.figures
-    needed, available = figures.get("needed_bytes"), figures.get("available_bytes")
-    total = figures.get("device_total_bytes")
-    missing = policy.utilization_step
-    if (
-        isinstance(needed, int | float)
-        and isinstance(available, int | float)
-        and isinstance(total, int | float)
-        and total > 0
-    ):
-        missing = max(missing, (needed - available) / total + 0.01)
-    wanted = round_down(utilization + missing)
+    """To what the engine says it needs, else by one step."""
+    needed = failure.figures.get("gpu_memory_utilization_needed")
+    wanted = round_down(utilization + policy.utilization_step)
+    if isinstance(needed, int | float):
+        wanted = max(wanted, round_up(needed))
     return Proposal(
         Parameter.GPU_MEMORY_UTILIZATION,
         bounds.raise_utilization(wanted, utilization),

@@ -189,13 +189,8 @@ def keep_headroom(situation: Situation) -> Proposal | None:
 def use_free_memory(situation: Situation) -> Proposal | None:
     """The cache is short while memory is free: one small step up, rarely, and never soon after an
     OOM."""
-    policy, pressed = situation.policy, worst_pressure(situation)
-    if pressed is None or situation.pressed_for is None:
-        return None
-    # n pages span n - 1 intervals, and are never exactly one interval apart.
-    if situation.pressed_for < (policy.raise_scrapes - 1.2) * situation.settings.scrape_interval:
-        return None
-    if situation.since(Parameter.GPU_MEMORY_UTILIZATION) < policy.raise_interval:
+    policy, reason = situation.policy, _need_for_cache(situation)
+    if reason is None or situation.since(Parameter.GPU_MEMORY_UTILIZATION) < policy.raise_interval:
         return None
     last_oom = situation.learned.last_oom_at
     if last_oom is not None and situation.now - last_oom < policy.no_raise_after_oom:
@@ -210,14 +205,30 @@ def use_free_memory(situation: Situation) -> Proposal | None:
         if low < 2 * headroom + policy.utilization_step * total:
             return None
         lows.append(low)
+    usage = max(signals.usage for signals in situation.signals)
     return _utilization(
         situation,
         situation.utilization + policy.utilization_step,
         Rule.AMPLE_HEADROOM,
-        f"{pressed.reason}; {_mib(min(lows))} MiB free at the lowest",
-        "a larger pool, fewer requests waiting",
-        {"freeLowWaterBytes": min(lows), "kvCacheUsage": pressed.signals.usage},
+        f"{reason}; {_mib(min(lows))} MiB free at the lowest",
+        "a larger cache",
+        {"freeLowWaterBytes": min(lows), "kvCacheUsage": usage},
     )
+
+
+def _need_for_cache(situation: Situation) -> str | None:
+    """Pressure that lasts, or a length that only the size of the cache keeps below the ceiling."""
+    pressed, bounds, length = worst_pressure(situation), situation.bounds, situation.length
+    # n pages span n - 1 intervals, and are never exactly one interval apart.
+    lasting = (situation.policy.raise_scrapes - 1.2) * situation.settings.scrape_interval
+    if pressed is not None and (situation.pressed_for or 0.0) >= lasting:
+        return pressed.reason
+    longest = bounds.longest_at(situation.utilization)
+    if bounds.floor is None or bounds.top is None or longest is None or length is None:
+        return None
+    if length < bounds.top and situation.calm_for is not None and longest < bounds.top:
+        return f"the cache holds no request longer than {longest} tokens"
+    return None
 
 
 def admit_less(situation: Situation) -> Proposal | None:
@@ -259,8 +270,14 @@ def admit_more(situation: Situation) -> Proposal | None:
     wait = calm_window(situation)
     if min(calm_for, situation.since(Parameter.MAX_MODEL_LEN)) < wait:
         return None
-    wanted = int(length * situation.policy.length_up_factor)
-    value = min(_whole_blocks(wanted, situation), top)
+    wanted = min(int(length * situation.policy.length_up_factor), top)
+    longest = situation.bounds.longest_at(situation.utilization)
+    # The top itself need not be whole blocks.
+    value = top if wanted >= top else _whole_blocks(wanted, situation)
+    limited = None
+    if longest is not None and longest < value:
+        value = max(length, longest)
+        limited = f"the cache holds no request longer than {longest} tokens"
     return Proposal(
         Parameter.MAX_MODEL_LEN,
         value,
@@ -269,6 +286,7 @@ def admit_more(situation: Situation) -> Proposal | None:
         f"calm for {calm_for:.0f} s",
         f"requests up to {value} tokens are admitted again",
         {"calmSeconds": calm_for},
+        limited,
     )
 
 
@@ -306,27 +324,49 @@ def _utilization(
     expected: str,
     inputs: Mapping[str, float],
 ) -> Proposal:
-    """A move of the memory line, cut to the bounds and never turned around by them."""
-    bounds, now = situation.bounds, situation.utilization
+    """A move of the memory line, cut to the bounds and never turned around by them.
+
+    An engine refuses a line whose cache would not hold one request of the admitted length; where
+    the length may move, it goes first.
+    """
+    bounds, now, length = situation.bounds, situation.utilization, situation.length
     wanted = round_down(wanted)
-    lowers = wanted < now
-    value = (bounds.lower_utilization if lowers else bounds.raise_utilization)(wanted, now)
-    limited = None
-    if value != wanted:
-        if lowers and bounds.pool > bounds.lowest:
-            limited = (
-                f"below a gpuMemoryUtilization of {bounds.pool:.2f} the cache would not hold one "
-                f"request of {bounds.top} tokens"
-            )
-        elif lowers:
-            limited = f"gpuMemoryUtilization is at its minimum of {bounds.lowest:.2f}"
-        elif bounds.cap is not None and bounds.cap < bounds.highest:
-            limited = f"gpuMemoryUtilization above {bounds.cap:.2f} ended in an OOM lately"
-        else:
-            limited = f"gpuMemoryUtilization is at its maximum of {bounds.highest:.2f}"
+    if wanted > now:
+        value = bounds.raise_utilization(wanted, now)
+    else:
+        value, cut = bounds.lower_utilization(wanted, now, length), _cut_length(situation, wanted)
+        if value > bounds.clamp_utilization(wanted) and cut is not None:
+            first = f"{reason}; first the length, which the cache at {wanted:.2f} must hold"
+            return Proposal(Parameter.MAX_MODEL_LEN, cut, cut, rule, first, expected, inputs)
+    limited = None if value == wanted else _what_limits(bounds, wanted, now, length)
     return Proposal(
         Parameter.GPU_MEMORY_UTILIZATION, value, wanted, rule, reason, expected, inputs, limited
     )
+
+
+def _cut_length(situation: Situation, utilization: float) -> int | None:
+    """A shorter length, at least the floor, that the cache holds at ``utilization``; None when the
+    length may not move or need not."""
+    bounds, length = situation.bounds, situation.length
+    longest = bounds.longest_at(bounds.clamp_utilization(utilization))
+    if bounds.floor is None or length is None or longest is None:
+        return None
+    cut = max(bounds.floor, min(length, longest))
+    return cut if cut < length else None
+
+
+def _what_limits(bounds: Bounds, wanted: float, now: float, length: int | None) -> str:
+    least = bounds.least_for(length)
+    if wanted < now and least > bounds.lowest:
+        return (
+            f"below a gpuMemoryUtilization of {least:.2f} the cache would not hold one request of "
+            f"{length} tokens"
+        )
+    if wanted < now:
+        return f"gpuMemoryUtilization is at its minimum of {bounds.lowest:.2f}"
+    if bounds.cap is not None and bounds.cap < bounds.highest:
+        return f"gpuMemoryUtilization above {bounds.cap:.2f} ended in an OOM lately"
+    return f"gpuMemoryUtilization is at its maximum of {bounds.highest:.2f}"
 
 
 def _memory(signals: Signals, policy: TuningPolicy) -> tuple[float, float, int] | None:

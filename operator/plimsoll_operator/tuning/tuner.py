@@ -44,7 +44,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
 
     # Step 2: where the limits stand, after the user's changes of spec and mode.
     learned = inputs.learned
-    bounds = find_bounds(settings, evidence.readings, learned, policy, now)
+    bounds = find_bounds(settings, evidence.latest, learned, policy, now)
     state = _follow_spec(inputs, bounds, policy)
     limits = limits_in_force(settings, state.tuned, state.limits, bounds)
     assert limits.gpu_memory_utilization is not None  # the spec's default at least
@@ -52,7 +52,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     # Step 3: what deaths teach. This alone needs no metrics: a dead engine has none.
     lesson = learn(replace(inputs, state=state), bounds, limits.gpu_memory_utilization, policy)
     state, learned = lesson.state, observe(lesson.learned, evidence, state.history, policy, now)
-    bounds = find_bounds(settings, evidence.readings, learned, policy, now)
+    bounds = find_bounds(settings, evidence.latest, learned, policy, now)
 
     # Step 4: what the rules propose, once everything is known and the last change has settled.
     waiting_for = unconfirmed(inputs, evidence)
@@ -81,6 +81,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     # Step 5: only mode Auto carries a proposal out.
     if settings.mode is TuningMode.AUTO and proposal is not None:
         tuned = _with(state.tuned, proposal.parameter, proposal.value)
+        tuned = _with_length_that_fits(tuned, limits, bounds)
         state = replace(state, tuned=_without_needless(tuned, inputs, bounds))
     in_force = limits_in_force(settings, state.tuned, state.limits, bounds)
     target = in_force
@@ -197,6 +198,18 @@ def _with(limits: Limits, parameter: Parameter, value: float) -> Limits:
     if parameter is Parameter.MAX_MODEL_LEN:
         return replace(limits, max_model_len=int(value))
     return replace(limits, gpu_memory_utilization=value)
+
+
+def _with_length_that_fits(tuned: Limits, limits: Limits, bounds: Bounds) -> Limits:
+    """A line that was lowered at once, after an OOM, takes the length with it, down to the floor."""
+    utilization = tuned.gpu_memory_utilization
+    length = tuned.max_model_len or limits.max_model_len or bounds.top
+    if utilization is None or bounds.floor is None or length is None:
+        return tuned
+    longest = bounds.longest_at(utilization)
+    if longest is None or longest >= length:
+        return tuned
+    return replace(tuned, max_model_len=max(bounds.floor, longest))
 
 
 def _without_needless(tuned: Limits, inputs: TuningInputs, bounds: Bounds) -> Limits:
