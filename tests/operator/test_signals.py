@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from plimsoll_operator.metrics_page import read_page
 from plimsoll_operator.tuning.signals import Signals, Window, extend, judge, rate
@@ -96,11 +97,13 @@ def test_old_pages_are_forgotten() -> None:
 
 
 def test_a_required_metric_that_is_missing_is_named() -> None:
+    missing: dict[str, Any]
     for field, metric in (
         ("running", "vllm:num_requests_running"),
         ("preemptions_total", "vllm:num_preemptions_total"),
     ):
-        found = judge((reading(**{field: None}),))
+        missing = {field: None}
+        found = judge((reading(**missing),))
         assert isinstance(found, Unknown)
         assert (found.reason, found.metric) == (UnknownReason.METRIC_MISSING, metric)
 

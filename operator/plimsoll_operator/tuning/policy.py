@@ -25,6 +25,7 @@ class TuningPolicy:
     # The admitted length: down by half, up by doubling, so that few steps span the whole range.
     length_down_factor: float = 0.5
     length_up_factor: float = 2.0
+    length_gain_min: float = 0.10
     # Floor where the spec asks for length tuning but guarantees none, as a share of the ceiling.
     default_floor_share: float = 0.25
     # After its own move the tuner does not judge for this many scrapes.

@@ -276,7 +276,9 @@ def admit_more(situation: Situation) -> Proposal | None:
     value = top if wanted >= top else _whole_blocks(wanted, situation)
     limited = None
     if longest is not None and longest < value:
-        value = max(length, longest)
+        # A few blocks more are not worth a change.
+        worth = longest >= length * (1 + situation.policy.length_gain_min)
+        value = longest if worth else length
         limited = f"the cache holds no request longer than {longest} tokens"
     return Proposal(
         Parameter.MAX_MODEL_LEN,

@@ -57,7 +57,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     # Step 4: what the rules propose, once everything is known and the last change has settled.
     waiting_for = unconfirmed(inputs, evidence)
     proposal = lesson.proposal
-    held_back: tuple[str, ...] = ()
+    held_back: tuple[Proposal, ...] = ()
     if proposal is None and evidence.complete and _may_move(inputs, waiting_for, policy):
         situation = Situation(
             settings=settings,
@@ -76,7 +76,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         )
         proposal, held_back = _first_move(situation)
     elif proposal is not None and proposal.limited is not None:
-        held_back = (proposal.limited,)
+        held_back = (proposal,)
 
     # Step 5: only mode Auto carries a proposal out.
     if settings.mode is TuningMode.AUTO and proposal is not None:
@@ -123,16 +123,14 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         target=target,
         lower_bound=Limits(bounds.floor, bounds.lowest),
         upper_bound=Limits(bounds.top, bounds.highest),
-        uncapped=in_force
-        if proposal is None
-        else _with(in_force, proposal.parameter, proposal.uncapped),
+        uncapped=_uncapped(in_force, proposal, held_back),
         reason=_reason(state),
         changes=changes,
         events=tuple(events),
         verdicts=(
             available,
             verdicts.tuning_active(settings, available, inputs.outcomes, late),
-            verdicts.tuning_limited(held_back),
+            verdicts.tuning_limited(tuple(found.limited or "" for found in held_back)),
             verdicts.oom_detected(state.oom, settings, policy, now),
         ),
         state=state,
@@ -143,7 +141,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
 
 def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> TuningState:
     """A value that the user changed is the new start, and the new top of what was tuned. Off and
-    Advise forget what was tuned. Where a profile knows better than the spec, that is tuned, too."""
+    Advise forget what was tuned. Where it starts, a profile may know better than the spec."""
     state, settings = inputs.state, inputs.settings
     if settings.mode in (TuningMode.OFF, TuningMode.ADVISE):
         return replace(state, tuned=Limits())
@@ -153,11 +151,12 @@ def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> 
         length = None
     elif None not in (length, start.max_model_len) and basis.max_model_len != start.max_model_len:
         length = min(length or 0, start.max_model_len or 0)
+    starts = state.mode not in (TuningMode.AUTO, TuningMode.HOLD)
     if basis.gpu_memory_utilization != start.gpu_memory_utilization:
-        utilization = None
+        starts, utilization = True, None
     if settings.mode is TuningMode.AUTO:
         known = start_utilization(settings, inputs.learned, policy, inputs.now)
-        if utilization is None and known != start.gpu_memory_utilization:
+        if starts and known != start.gpu_memory_utilization:
             utilization = known
         if utilization is not None:
             utilization = bounds.clamp_utilization(utilization)
@@ -165,25 +164,25 @@ def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> 
 
 
 def _may_move(inputs: TuningInputs, waiting_for: tuple[str, ...], policy: TuningPolicy) -> bool:
-    """One change in flight, and a pause after each; a refusal may be answered at once."""
+    """One change in flight, and a pause after each, the first limits included; a refusal may be
+    answered at once."""
     if any(outcome.kind is OutcomeKind.REJECTED for outcome in inputs.outcomes.values()):
         return True
-    if waiting_for:
-        return False
     revised_at = inputs.state.revised_at
-    settle = policy.settle_scrapes * inputs.settings.scrape_interval
-    return revised_at is None or inputs.now - revised_at >= settle
+    if waiting_for or revised_at is None:
+        return False
+    return inputs.now - revised_at >= policy.settle_scrapes * inputs.settings.scrape_interval
 
 
-def _first_move(situation: Situation) -> tuple[Proposal | None, tuple[str, ...]]:
-    """The first rule that moves something, and what held back those before it."""
-    held_back: tuple[str, ...] = ()
+def _first_move(situation: Situation) -> tuple[Proposal | None, tuple[Proposal, ...]]:
+    """The first rule that moves something, and the proposals up to it that a bound held back."""
+    held_back: tuple[Proposal, ...] = ()
     for rule in RULES:
         proposal = rule(situation)
         if proposal is None:
             continue
         if proposal.limited is not None:
-            held_back = (*held_back, proposal.limited)
+            held_back = (*held_back, proposal)
         now = (
             situation.length
             if proposal.parameter is Parameter.MAX_MODEL_LEN
@@ -198,6 +197,16 @@ def _with(limits: Limits, parameter: Parameter, value: float) -> Limits:
     if parameter is Parameter.MAX_MODEL_LEN:
         return replace(limits, max_model_len=int(value))
     return replace(limits, gpu_memory_utilization=value)
+
+
+def _uncapped(
+    in_force: Limits, proposal: Proposal | None, held_back: tuple[Proposal, ...]
+) -> Limits:
+    """What would be in force if no bound held it back."""
+    wanted = in_force
+    for found in (*held_back, *(() if proposal is None else (proposal,))):
+        wanted = _with(wanted, found.parameter, found.uncapped)
+    return wanted
 
 
 def _with_length_that_fits(tuned: Limits, limits: Limits, bounds: Bounds) -> Limits:
