@@ -1,0 +1,336 @@
+"""The chart: what it renders, and what it installs, upgrades and leaves behind (B19, B21)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plimsoll_local.binaries import Binaries, ensure_binaries
+from plimsoll_local.controlplane import ControlPlane
+from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.spec import Deployment
+from support.apiserver import ApiServer, OperatorProcess, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+Json = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "plimsoll"
+PROMETHEUS = ("--api-versions", "monitoring.coreos.com/v1")
+CRD_NAMES = ["llmdeployments.plimsoll.dev", "memoryprofiles.plimsoll.dev"]
+
+
+@pytest.fixture(scope="module")
+def binaries() -> Binaries:
+    return ensure_binaries()
+
+
+class Helm:
+    """The real helm, with a home of its own and the cluster of ``kubeconfig``."""
+
+    def __init__(self, binaries: Binaries, home: Path, kubeconfig: Path | None = None) -> None:
+        self._binaries = binaries
+        self._environment = {"PATH": os.environ["PATH"], "HOME": os.fspath(home)}
+        if kubeconfig is not None:
+            self._environment["KUBECONFIG"] = os.fspath(kubeconfig)
+
+    def __call__(self, *arguments: str) -> str:
+        """Raises AssertionError with helm's words."""
+        return self._run(self._binaries.helm, *arguments)
+
+    def kubectl(self, *arguments: str) -> str:
+        return self._run(self._binaries.kubectl, *arguments)
+
+    def fails(self, *arguments: str) -> str:
+        with pytest.raises(AssertionError) as refused:
+            self(*arguments)
+        return str(refused.value)
+
+    def render(self, *arguments: str, release: str = "plimsoll") -> list[Json]:
+        text = self("template", release, str(CHART), "--namespace", "ops", *arguments)
+        return [body for body in yaml.safe_load_all(text) if body is not None]
+
+    def _run(self, program: Path, *arguments: str) -> str:
+        done = subprocess.run(
+            [program, *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{program.name} {arguments}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+
+@pytest.fixture
+def helm(binaries: Binaries, tmp_path: Path) -> Helm:
+    return Helm(binaries, tmp_path)
+
+
+def of_kind(bodies: list[Json], kind: str) -> list[Json]:
+    return [body for body in bodies if body["kind"] == kind]
+
+
+def operator_pod(bodies: list[Json]) -> Json:
+    (deployment,) = of_kind(bodies, "Deployment")
+    pod: Json = deployment["spec"]["template"]
+    return pod
+
+
+class TestRendering:
+    def test_it_passes_the_linter(self, helm: Helm) -> None:
+        helm("lint", str(CHART), "--strict")
+
+    def test_the_operator_runs_as_asked(self, helm: Helm) -> None:
+        pod = operator_pod(helm.render())
+        (container,) = pod["spec"]["containers"]
+        assert container["image"] == "plimsoll/operator:0.1.0"
+        assert container["command"] == ["python", "-m", "plimsoll_operator"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert environment["PLIMSOLL_ENGINE_IMAGE"] == "plimsoll/engine:0.1.0"
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/healthz", "port": "health"}
+
+    def test_the_operators_pod_is_restricted(self, helm: Helm) -> None:
+        """What the `restricted` Pod Security level asks for, and a read-only root (B20)."""
+        pod = operator_pod(helm.render())["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        writable = [mount["mountPath"] for mount in container["volumeMounts"]]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert environment["HOME"] in writable
+
+    @pytest.mark.parametrize("release", ["plimsoll", "blue"])
+    def test_labels_and_names_agree(self, helm: Helm, release: str) -> None:
+        bodies = helm.render(release=release)
+        (deployment,) = of_kind(bodies, "Deployment")
+        selected = deployment["spec"]["selector"]["matchLabels"].items()
+        assert selected <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        (account,) = of_kind(bodies, "ServiceAccount")
+        (role,) = of_kind(bodies, "ClusterRole")
+        (binding,) = of_kind(bodies, "ClusterRoleBinding")
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "ops"}
+        ]
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["serviceAccountName"] == account["metadata"]["name"]
+        assert deployment["metadata"]["name"] == (
+            "plimsoll" if release == "plimsoll" else "blue-plimsoll"
+        )
+
+    def test_two_releases_share_no_cluster_wide_name(self, helm: Helm) -> None:
+        names = [
+            {body["metadata"]["name"] for body in of_kind(helm.render(release=r), "ClusterRole")}
+            for r in ("blue", "green")
+        ]
+        assert names[0].isdisjoint(names[1])
+
+    def test_the_definitions_are_those_of_the_repository(self, helm: Helm) -> None:
+        crds = of_kind(helm.render(), "CustomResourceDefinition")
+        assert [crd["metadata"]["name"] for crd in crds] == CRD_NAMES
+        for crd in crds:
+            source = yaml.safe_load((ROOT / "crds" / f"{crd['metadata']['name']}.yaml").read_text())
+            assert crd["spec"] == source["spec"]
+            assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+        assert of_kind(helm.render("--set", "crds.install=false"), crds[0]["kind"]) == []
+
+    @pytest.mark.parametrize(
+        ("value", "named"),
+        [
+            ("image.pullPolicy=Sometimes", "pullPolicy"),
+            ("monitoring.alerts.cacheUsage=95", "cacheUsage"),
+            ("replicas=2", "replicas"),
+            ("monitoring.enabled=yes", "enabled"),
+        ],
+    )
+    def test_a_bad_value_is_refused_by_name(self, helm: Helm, value: str, named: str) -> None:
+        assert named in helm.fails("template", "p", str(CHART), "--set", value)
+
+
+class TestMonitoring:
+    def monitoring(self, bodies: list[Json]) -> list[Json]:
+        return of_kind(bodies, "PodMonitor") + of_kind(bodies, "PrometheusRule")
+
+    @pytest.mark.parametrize(
+        ("arguments", "kinds"),
+        [
+            ((), []),
+            (PROMETHEUS, ["PodMonitor", "PrometheusRule"]),
+            (("--set", "monitoring.enabled=true"), ["PodMonitor", "PrometheusRule"]),
+            ((*PROMETHEUS, "--set", "monitoring.enabled=false"), []),
+            ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"]),
+        ],
+    )
+    def test_when_it_is_there(
+        self, helm: Helm, arguments: tuple[str, ...], kinds: list[str]
+    ) -> None:
+        assert [body["kind"] for body in self.monitoring(helm.render(*arguments))] == kinds
+
+    @pytest.mark.parametrize("release", ["blue", "plimsoll"])
+    @pytest.mark.parametrize("override", [("--set", "fullnameOverride=llm"), ()])
+    def test_b21_the_monitor_selects_the_pods_that_the_operator_builds(
+        self, helm: Helm, release: str, override: tuple[str, ...]
+    ) -> None:
+        bodies = helm.render(
+            *override,
+            "--set",
+            "monitoring.enabled=true",
+            "--set",
+            "monitoring.labels.release=prom-stack",
+            release=release,
+        )
+        for body in self.monitoring(bodies):
+            assert body["metadata"]["labels"]["release"] == "prom-stack"
+        (monitor,) = of_kind(bodies, "PodMonitor")
+        template = build_pod_template(deployment(), "plimsoll/engine:0.1.0")
+        labels = template["metadata"]["labels"]
+        assert monitor["spec"]["namespaceSelector"] == {"any": True}
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert set(monitor["spec"]["podTargetLabels"]) <= labels.keys()
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        ports = {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}
+        assert endpoint["port"] in ports
+
+    def test_the_alert_on_cache_usage(self, helm: Helm) -> None:
+        (rule,) = of_kind(helm.render(*PROMETHEUS), "PrometheusRule")
+        alerts = {r["alert"]: r for group in rule["spec"]["groups"] for r in group["rules"]}
+        high = alerts["PlimsollCacheUsageHigh"]
+        assert high["expr"].endswith("> 0.95")
+        assert "vllm:kv_cache_usage_perc" in high["expr"]
+        assert high["for"] == "5m"
+        assert "{{ $labels.pod }}" in high["annotations"]["summary"]
+        # Fullness alone is a warning; only with requests waiting somebody is called.
+        assert high["labels"]["severity"] == "warning"
+        assert alerts["PlimsollCachePressure"]["labels"]["severity"] == "critical"
+
+
+def deployment() -> Deployment:
+    return Deployment.parse(
+        {
+            "metadata": {"name": "m", "namespace": "n", "uid": "u", "generation": 1},
+            "spec": {"model": {"uri": "hf://org/tiny"}},
+        }
+    )
+
+
+@pytest.fixture
+def installed(
+    binaries: Binaries, control_plane: ControlPlane, server: ApiServer, tmp_path: Path
+) -> Iterator[Helm]:
+    """The chart in the test's namespace, definitions included; those stay for later tests."""
+    helm = Helm(binaries, tmp_path, control_plane.kubeconfig)
+    helm.kubectl("delete", "crd", *CRD_NAMES)
+    override = f"--set=fullnameOverride={server.namespace}"
+    helm("install", "plimsoll", str(CHART), "--namespace", server.namespace, override)
+    helm.kubectl("wait", "--for=condition=Established", *(f"crd/{name}" for name in CRD_NAMES))
+    yield helm
+    if "plimsoll" in helm("list", "--namespace", server.namespace, "--short"):
+        helm("uninstall", "plimsoll", "--namespace", server.namespace)
+
+
+class TestInstallation:
+    async def test_b19_an_upgrade_upgrades_and_an_uninstallation_keeps(
+        self, installed: Helm, server: ApiServer, tmp_path: Path
+    ) -> None:
+        """From a chart of an older schema: the upgrade brings the new one into the cluster, and after
+        the uninstallation definition and LLMDeployment are still there."""
+        name, old = CRD_NAMES[0], tmp_path / "old"
+        shutil.copytree(CHART, old)
+        definition = old / "files" / "crds" / f"{name}.yaml"
+        crd = yaml.safe_load(definition.read_text())
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        del schema["properties"]["status"]["properties"]["oom"]
+        definition.write_text(yaml.safe_dump(crd))
+
+        def upgrade(chart: Path) -> str:
+            override = f"--set=fullnameOverride={server.namespace}"
+            installed("upgrade", "plimsoll", str(chart), "-n", server.namespace, override)
+            return installed.kubectl("get", "crd", name, "-o", "json")
+
+        assert '"oom"' not in upgrade(old)
+        await server.create_deployment()
+        assert '"oom"' in upgrade(CHART)
+
+        installed("uninstall", "plimsoll", "--namespace", server.namespace)
+        assert name in installed.kubectl("get", "crd", "-o", "name")
+        await server.deployment()
+
+    async def test_the_role_is_what_the_operator_needs(
+        self, installed: Helm, control_plane: ControlPlane, server: ApiServer, tmp_path: Path
+    ) -> None:
+        """The real operator, as its own service account, makes every child and the status; what
+        the role does not name is forbidden to it."""
+        kubeconfig = _as_service_account(installed, control_plane, server.namespace, tmp_path)
+        expected = {"StatefulSet", "Service", "Secret", "ConfigMap"}
+
+        async def complete() -> bool:
+            return expected <= {key.split()[0] for key in await server.versions()}
+
+        operator = await _start_operator(kubeconfig)
+        try:
+            await server.create_deployment()
+            await server.wait_for("Progressing")
+            await until(complete, 30)
+        finally:
+            await operator.stop()
+        assert "forbidden" not in operator.log.lower()
+        assert "permission" not in operator.log.lower()
+
+        account = f"system:serviceaccount:{server.namespace}:{server.namespace}"
+        for verb, resource in (
+            ("update", "llmdeployments.plimsoll.dev"),
+            ("patch", "llmdeployments.plimsoll.dev"),
+            ("delete", "llmdeployments.plimsoll.dev"),
+            ("delete", "memoryprofiles.plimsoll.dev"),
+            ("list", "secrets"),
+            ("create", "pods"),
+            ("update", "customresourcedefinitions"),
+        ):
+            with pytest.raises(AssertionError, match="no"):
+                installed.kubectl("auth", "can-i", verb, resource, f"--as={account}", "-A")
+
+
+async def _start_operator(kubeconfig: Path) -> OperatorProcess:
+    """As the chart runs it: for the whole cluster."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "plimsoll_operator",
+        f"--health-port={port}",
+        env={**os.environ, "KUBECONFIG": os.fspath(kubeconfig)},
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    return OperatorProcess(process, port)
+
+
+def _as_service_account(helm: Helm, plane: ControlPlane, namespace: str, folder: Path) -> Path:
+    """A kubeconfig with a token of the operator's service account and nothing else."""
+    config = yaml.safe_load(plane.kubeconfig.read_text())
+    token = helm.kubectl("create", "token", namespace, "--namespace", namespace).strip()
+    context = next(c for c in config["contexts"] if c["name"] == config["current-context"])
+    config["users"] = [{"name": context["context"]["user"], "user": {"token": token}}]
+    path = folder / "operator.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path

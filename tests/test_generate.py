@@ -1,0 +1,50 @@
+"""The generated files are those that their sources make."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "tools" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("generate", SCRIPT)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_nothing_is_stale() -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_stale_is_named(generate: ModuleType, tmp_path: Path) -> None:
+    chart = tmp_path / "charts/plimsoll/files/crds"
+    chart.mkdir(parents=True)
+    (chart / "same.yaml").write_text("a")
+    (chart / "other.yaml").write_text("a")
+    (chart / "orphan.yaml").write_text("a")
+    folder = Path("charts/plimsoll/files/crds")
+    wanted = {folder / "same.yaml": "a", folder / "other.yaml": "b", folder / "new.yaml": "c"}
+    stale = generate.differences(tmp_path, wanted)
+    assert [path.name for path in stale] == ["new.yaml", "orphan.yaml", "other.yaml"]
+
+
+def test_a_definition_of_another_form_is_refused(generate: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected `name: a"):
+        generate.chart_crd(Path("crds/a.yaml"), "metadata:\n  name: b\n")
+    with pytest.raises(ValueError, match="template braces"):
+        generate.chart_crd(Path("crds/a.yaml"), "metadata:\n  name: a\ndescription: '{{'\n")
