@@ -89,6 +89,14 @@ class Exited:
     at: float
 
 
+@dataclass(frozen=True)
+class ExecResult:
+    """A further program in a container ended: its exit code, and stdout and stderr together."""
+
+    exit_code: int
+    output: str
+
+
 Report = Started | StartFailed | Exited
 _REPORTS: dict[str, type[Report]] = {kind.__name__: kind for kind in (Started, StartFailed, Exited)}
 

@@ -34,6 +34,7 @@ class Namespace(IntFlag):
 
 
 class Mount(IntFlag):
+    NONE = 0
     READ_ONLY = 1
     NO_SUID = 2
     NO_DEV = 4
@@ -76,7 +77,7 @@ def enter(descriptor: int, namespaces: Namespace) -> None:
 
 
 def mount(
-    source: str, target: str, kind: str | None = None, flags: Mount = Mount(0), data: str = ""
+    source: str, target: str, kind: str | None = None, flags: Mount = Mount.NONE, data: str = ""
 ) -> None:
     """mount(2); ``kind`` is the file system type and ``data`` its options."""
     result = _libc.mount(

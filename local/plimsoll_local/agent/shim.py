@@ -49,18 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="plimsoll_local.agent.shim")
     modes = parser.add_subparsers(dest="mode", required=True)
     run = modes.add_parser("run")
-    run.add_argument("--spec", required=True)
     run.add_argument("--reports", type=int, required=True, help="descriptor for the reports")
     execute = modes.add_parser("exec")
-    execute.add_argument("--spec", required=True)
     execute.add_argument("--pid", type=int, required=True)
     execute.add_argument("argv", nargs="+")
+    for mode in (run, execute):
+        mode.add_argument("--spec", required=True)
+        mode.add_argument("--parent", type=int, required=True, help="die with this process")
     options = parser.parse_args(arguments)
 
-    parent = os.getppid()
     set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
+    if os.getppid() != options.parent:
+        return 1  # it ended before the kernel was told to watch it
     with open(options.spec) as file:
         spec = ContainerSpec.from_json(file.read())
     if options.mode == "exec":
@@ -131,18 +131,16 @@ def _become_program(
             os.execvpe(argv[0], argv, env)
         except FileNotFoundError:
             raise FileNotFoundError(f'exec: "{argv[0]}": executable file not found') from None
-    except BaseException as error:
+    except Exception as error:  # noqa: BLE001 - whatever it was, the agent must be told
         os.write(failure, (str(error) or type(error).__name__).encode())
     finally:
         os._exit(START_FAILED_STATUS)
 
 
 def _supervise(spec: ContainerSpec, pid: int, output: int, errors: int) -> Exited:
-    """Copies output and watches memory until the program has ended."""
+    """Copies output and keeps the memory limit until the program has ended."""
     process = os.pidfd_open(pid)
-    meter = _open_meter(spec, pid)
-    out_of_memory = False
-    peak = 0
+    guard = _MemoryGuard(spec, pid, process)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(spec.log_file, "ab", buffering=0))
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -153,45 +151,50 @@ def _supervise(spec: ContainerSpec, pid: int, output: int, errors: int) -> Exite
         for descriptor in (output, errors, process):
             selector.register(descriptor, selectors.EVENT_READ)
         running = True
-        look_at = time.monotonic()
         while running or writers:
-            wait = None if meter is None else max(0.0, look_at - time.monotonic())
-            for key, _ in selector.select(wait):
+            for key, _ in selector.select(guard.look() if running else None):
                 if key.fd == process:
-                    # The namespace is empty now, so both pipes end by themselves.
+                    # The pid namespace is empty now, so both pipes end by themselves.
                     running = False
-                    meter = _close_meter(meter)
                     selector.unregister(process)
                 elif data := os.read(key.fd, 1 << 16):
                     writers[key.fd].write(data)
                 else:
                     writers.pop(key.fd).flush()
                     selector.unregister(key.fd)
-            if meter is not None and spec.memory_limit and time.monotonic() >= look_at:
-                used = meter.used(spec.memory_limit)
-                peak = max(peak, used)
-                look_at = time.monotonic() + poll_interval(used, spec.memory_limit)
-                if used > spec.memory_limit:
-                    out_of_memory = True
-                    meter = _close_meter(meter)
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        ended_at = time.time()
-    return Exited(_exit_code(status), out_of_memory, peak, ended_at)
+    return Exited(_exit_code(status), guard.killed, guard.peak, time.time())
 
 
-def _open_meter(spec: ContainerSpec, pid: int) -> MemoryMeter | None:
-    if spec.memory_limit is None:
-        return None
-    try:
-        return MemoryMeter(pid, spec.shared_memory)
-    except (FileNotFoundError, ProcessLookupError):
-        return None  # ended already
+class _MemoryGuard:
+    """Looks at a container's memory when it is time to, and kills it when it is over its limit."""
 
+    def __init__(self, spec: ContainerSpec, pid: int, process: int) -> None:
+        self.killed = False
+        self.peak = 0
+        self._limit = spec.memory_limit
+        self._process = process
+        self._meter: MemoryMeter | None = None
+        self._look_at = time.monotonic()
+        if self._limit is not None:
+            # Absent when the program has ended already.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                self._meter = MemoryMeter(pid, spec.shared_memory)
 
-def _close_meter(meter: MemoryMeter | None) -> None:
-    if meter is not None:
-        meter.close()
+    def look(self) -> float | None:
+        """Looks if it is time; returns the seconds until the next look, None for never."""
+        if self._meter is None or self._limit is None or self.killed:
+            return None
+        now = time.monotonic()
+        if now >= self._look_at:
+            used = self._meter.used(self._limit)
+            self.peak = max(self.peak, used)
+            if used > self._limit:
+                self.killed = True
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+                return None
+            self._look_at = now + poll_interval(used, self._limit)
+        return max(0.0, self._look_at - now)
 
 
 def _exit_code(status: int) -> int:
