@@ -119,6 +119,10 @@ class ControlPlane:
         stop_children(self._children)
         self._children.clear()
 
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(child.pid for child in self._children)
+
     def failed_component(self) -> str | None:
         """The program of a component that has ended, with the end of its log."""
         for child in self._children:
