@@ -14,6 +14,7 @@ from plimsoll_local.agent.api import Api
 from plimsoll_local.agent.back_off import BackOffPolicy
 from plimsoll_local.agent.node import NodeIdentity
 from plimsoll_local.agent.quantities import parse_quantity
+from plimsoll_local.network import PodNetwork
 
 
 def parse_capacity(text: str) -> tuple[str, str]:
@@ -72,10 +73,9 @@ def parse_args(arguments: list[str] | None = None) -> AgentConfig:
 
 
 async def run(config: AgentConfig) -> None:
-    from plimsoll_local.network import PodNetwork
-
     api = await Api.connect(config.kubeconfig)
-    agent = asyncio.create_task(NodeAgent(config, api, PodNetwork()).run())
+    network = PodNetwork(config.directory / "networks")
+    agent = asyncio.create_task(NodeAgent(config, api, network).run())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.cancel)
     try:

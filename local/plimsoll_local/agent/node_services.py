@@ -26,10 +26,21 @@ class PodAddress:
     ip: str
 
 
-class PodNetwork(Protocol):
-    """Gives each pod a network namespace and an address. Both calls block for milliseconds."""
+class NetworkNamespace(Protocol):
+    """A network namespace by the file that names it, and the pod's address in it."""
 
-    def create(self, pod_uid: str) -> PodAddress: ...
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def ip(self) -> str: ...
+
+
+class PodNetwork(Protocol):
+    """Gives each pod a network namespace; plimsoll_local.network does. Both calls block for
+    milliseconds and may come from any thread."""
+
+    def create(self, pod_uid: str) -> NetworkNamespace: ...
 
     def delete(self, pod_uid: str) -> None: ...
 

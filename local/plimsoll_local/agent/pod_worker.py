@@ -44,6 +44,7 @@ from plimsoll_local.agent.state import (
 from plimsoll_local.agent.status import build_status
 from plimsoll_local.agent.unsupported import ignored_fields
 from plimsoll_local.agent.volumes import PodVolumes, VolumeError
+from plimsoll_local.network import AddressesExhausted
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class PodWorker:
         retry_at: float | None = None
         try:
             if not self._networked:
-                self._address = self._create_network()
+                self._address = await self._create_network()
                 self._networked = True
             self.observed = replace(self.observed, pod_ip=self._address.ip)
             await self._services.objects.fetch_missing(self.pod)
@@ -206,7 +207,7 @@ class PodWorker:
         except VolumeError as error:
             self._services.events.record(self.pod, WARNING, "FailedMount", str(error))
             retry_at = self._services.clock() + _RETRY_SECONDS
-        except OSError as error:
+        except (OSError, AddressesExhausted) as error:
             message = f"Failed to create pod sandbox: {error}"
             self._services.events.record(self.pod, WARNING, "FailedCreatePodSandBox", message)
             retry_at = self._services.clock() + _RETRY_SECONDS
@@ -219,10 +220,12 @@ class PodWorker:
         self.write_hosts()
         self._wake.set()
 
-    def _create_network(self) -> PodAddress:
+    async def _create_network(self) -> PodAddress:
         if self.pod["spec"].get("hostNetwork"):
             return PodAddress(None, self._services.host_ip)
-        return self._services.network.create(self.pod["metadata"]["uid"])
+        uid = self.pod["metadata"]["uid"]
+        found = await asyncio.to_thread(self._services.network.create, uid)
+        return PodAddress(str(found.path), found.ip)
 
     def _write_etc(self) -> None:
         directory = self._services.pod_directory(self.pod) / "etc"
