@@ -107,9 +107,12 @@ class EngineCore:
             self._unseen.add(request.request_id)
             self._inbox.put(lambda: self._add(request, sink))
 
-    def abort(self, request_id: str) -> None:
-        """Ends the request in whatever state it is; unknown ids are ignored."""
-        self._inbox.put(lambda: self._abort(request_id))
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends the request in whatever state it is; unknown ids are ignored.
+
+        ``reason`` is STOP where the caller has found a stop string in the text.
+        """
+        self._inbox.put(lambda: self._abort(request_id, reason))
 
     def set_limits(self, revision: int, limits: Limits) -> LimitsResult:
         """Moves limits between two steps, and waits for that: at most one step."""
@@ -224,9 +227,9 @@ class EngineCore:
         else:
             send(_final(request, FinishReason.ABORT, None))
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, reason: FinishReason) -> None:
         if not self._closed:
-            self._loop.abort(request_id)
+            self._loop.abort(request_id, reason)
 
     def _move_limits(self, revision: int, limits: Limits, result: Future[LimitsResult]) -> None:
         if self._closed:

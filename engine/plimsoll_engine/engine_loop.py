@@ -116,9 +116,9 @@ class EngineLoop:
         sequence = self._scheduler.add(request)
         self._live[request.request_id] = LiveRequest(sequence, sink, self._clock())
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         if live := self._live.get(request_id):
-            self._finish(live, RequestOutput(request_id, finish_reason=FinishReason.ABORT))
+            self._finish(live, RequestOutput(request_id, finish_reason=reason))
 
     def abort_all(self) -> None:
         for request_id in tuple(self._live):

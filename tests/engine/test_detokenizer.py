@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from plimsoll_engine.detokenizer import (
     MAX_UNDECODED_TOKENS,
     Detokenizer,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
 from plimsoll_engine.server.validation import SamplingDefaults
 from support.api_server import (
     END,
@@ -38,7 +41,7 @@ def client(server: ApiServer) -> Iterator[openai.OpenAI]:
         yield each
 
 
-QUESTION = [{"role": "user", "content": "Capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Capital of France?"}]
 
 
 def test_a_chat_is_answered(client: openai.OpenAI) -> None:
@@ -100,9 +103,7 @@ def test_a_streamed_completion_has_the_same_text(client: openai.OpenAI) -> None:
     ("prompt", "prompt_tokens"),
     [("ab", 2), (["ab", "c"], 3), ([97, 98, 99], 3), ([[97], [98, 99]], 3)],
 )
-def test_the_four_forms_of_a_prompt(
-    server: ApiServer, prompt: object, prompt_tokens: int
-) -> None:
+def test_the_four_forms_of_a_prompt(server: ApiServer, prompt: object, prompt_tokens: int) -> None:
     document = server.complete(prompt=prompt, n=2)
     prompts = 2 if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
     assert [choice["index"] for choice in document["choices"]] == list(range(2 * prompts))
@@ -133,7 +134,7 @@ def test_echo_puts_the_prompt_first_in_both_modes(server: ApiServer) -> None:
 
 
 def test_completion_logprobs_cover_prompt_and_output(server: ApiServer) -> None:
-    body = {"prompt": "ab", "echo": True, "logprobs": 2, "max_tokens": 2}
+    body: dict[str, Any] = {"prompt": "ab", "echo": True, "logprobs": 2, "max_tokens": 2}
     logprobs = server.complete(**body)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "b", " Paris", " is"]
     assert logprobs["text_offset"] == [0, 1, 2, 8]
@@ -216,10 +217,9 @@ def test_unknown_fields_are_ignored(server: ApiServer) -> None:
 
 
 def test_null_means_not_given(server: ApiServer) -> None:
-    nothing = dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream")
-        + ("tools", "response_format", "logprobs", "echo", "stop_token_ids", "min_tokens")
-    )
+    names = "max_tokens temperature top_p n stop seed logit_bias stream tools response_format "
+    names += "logprobs echo stop_token_ids min_tokens"
+    nothing = dict.fromkeys(names.split())
     assert server.complete(prompt="a", **nothing)["choices"][0]["text"] == " Paris is nice"
 
 
@@ -235,9 +235,9 @@ def test_a_stop_token_ends_the_text_before_itself(server: ApiServer) -> None:
 def test_ignore_eos_goes_on_to_max_tokens(server: ApiServer) -> None:
     choice = server.complete(prompt="a", ignore_eos=True, max_tokens=9)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (" Paris is nice", "length")
-    text = server.complete(
-        prompt="a", ignore_eos=True, max_tokens=5, skip_special_tokens=False
-    )["choices"][0]["text"]
+    text = server.complete(prompt="a", ignore_eos=True, max_tokens=5, skip_special_tokens=False)[
+        "choices"
+    ][0]["text"]
     assert text == f" Paris is nice{END}{END}"
 
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.executor import StepBatch
@@ -24,9 +28,6 @@ from plimsoll_engine.server.listener import HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
 from plimsoll_engine.server.text import TextCodec
 from plimsoll_engine.server.validation import SamplingDefaults
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
-
 from support.scripted_executor import Script, ScriptedExecutor, figures
 
 END = "<|end|>"
@@ -58,9 +59,8 @@ def byte_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE
-    )
+    build: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return build(tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE)
 
 
 def bytes_to_symbol(byte: int) -> str:
@@ -140,18 +140,24 @@ class ApiServer:
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
-    lines = [line for line in text.split("\n\n") if line]
+    lines = text.strip().split("\n\n")
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def parse_metrics(page: str) -> dict[str, float]:
     values = {}
-    for line in page.splitlines():
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            name = name.replace('engine="0",', "").replace('model_name="m"', "")
-            values[name.replace("{,", "{").replace("{}", "")] = float(value)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels = [
+                f'{label}="{value}"'
+                for label, value in sorted(sample.labels.items())
+                if label not in ("model_name", "engine")
+            ]
+            name = sample.name
+            if labels:
+                name += "{" + ",".join(labels) + "}"
+            values[name] = sample.value
     return values
 
 
@@ -170,15 +176,13 @@ def api_server(
 ) -> Iterator[ApiServer]:
     """The model is named ``m``. Its vocabulary has 1000 entries (ScriptedExecutor)."""
     tokenizer = tokenizer or byte_tokenizer()
-    end = tokenizer.backend_tokenizer.token_to_id(END)
+    (end,) = spell(tokenizer, END)
     executor = executor or ScriptedExecutor(
         script or repeat("abcdefghijklmnopqrstuvwxyz "),
         memory_figures=figures(num_blocks),
         before_step=before_step,
     )
-    config = EngineConfig(
-        model="m", max_model_len=max_model_len, api_key=api_key, **settings
-    )
+    config = EngineConfig(model="m", max_model_len=max_model_len, api_key=api_key, **settings)
     metrics = EngineMetrics("m")
     core = EngineCore(config, executor, observer=metrics)
     core.start()

@@ -29,7 +29,7 @@ class Core(Protocol):
 
     def submit(self, request: Request, sink: Sink) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, reason: FinishReason = ...) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Generation:
             if choice.finished:
                 unfinished -= 1
                 if output.finish_reason is None:
-                    self._core.abort(choice.request.request_id)
+                    self._core.abort(choice.request.request_id, FinishReason.STOP)
             yield delta
 
     def _sink(self, choice: _Choice) -> Sink:

@@ -1,0 +1,113 @@
+"""A client that goes away costs nothing more, whatever state its request is in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from plimsoll_engine.executor import StepBatch
+from support.api_server import ApiServer, Pace, api_server, repeat
+
+LONG = {"model": "m", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+
+
+def send(server: ApiServer, body: dict[str, Any]) -> socket.socket:
+    """A request on a socket of its own, which the caller may drop at any time."""
+    address = urlsplit(server.url)
+    assert address.hostname is not None
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((address.hostname, address.port or 0))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_empty(server: ApiServer) -> bool:
+    now = server.core.snapshot()
+    return now.running == now.waiting == now.used_blocks == 0 and server.service.load == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_running_request_ends_with_its_client(stream: bool) -> None:
+    with api_server(repeat("ab"), before_step=Pace(0.002)) as server:
+        connection = send(server, LONG | {"stream": stream, "n": 2})
+        wait_until(lambda: server.core.snapshot().running == 2, "running")
+        connection.close()
+        wait_until(lambda: is_empty(server), "aborted")
+        assert len(server.executor.batches) < 1900
+        aborted = 'vllm:request_success_total{finished_reason="abort"}'
+        assert server.metrics()[aborted] == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_waiting_request_ends_with_its_client(stream: bool) -> None:
+    with api_server(repeat("ab"), before_step=Pace(0.002), max_num_seqs=1) as server:
+        first = send(server, LONG)
+        wait_until(lambda: server.core.snapshot().running == 1, "running")
+        second = send(server, LONG | {"stream": stream})
+        wait_until(lambda: server.core.snapshot().waiting == 1, "waiting")
+        second.close()
+        wait_until(lambda: server.core.snapshot().waiting == 0, "left the queue")
+        assert server.core.snapshot().running == 1
+        first.close()
+        wait_until(lambda: is_empty(server), "aborted")
+
+
+def test_a_client_that_leaves_during_a_long_step_is_forgotten_after_it() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def before_step(batch: StepBatch) -> None:
+        entered.set()
+        gate.wait(20)
+
+    with api_server(repeat("ab"), before_step=before_step) as server:
+        connection = send(server, LONG)
+        assert entered.wait(10)
+        connection.close()
+        wait_until(lambda: server.service.load == 0, "the server lets go at once")
+        gate.set()
+        wait_until(lambda: is_empty(server), "the core lets go after the step")
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_is_harmless() -> None:
+    with api_server() as server:
+        address = urlsplit(server.url)
+        connection = socket.create_connection((str(address.hostname), address.port or 0))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: m\r\nContent-Length: 99\r\n\r\n{"
+        )
+        connection.close()
+        assert server.complete(prompt="a")["choices"]
+        assert is_empty(server)
+
+
+def test_health_and_metrics_answer_while_a_step_takes_long() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def before_step(batch: StepBatch) -> None:
+        entered.set()
+        gate.wait(20)
+
+    with api_server(repeat("ab"), before_step=before_step) as server:
+        connection = send(server, LONG)
+        assert entered.wait(10)
+        for path in ("/health", "/metrics", "/v1/models"):
+            asked = time.monotonic()
+            assert server.client.get(path).status_code == 200
+            assert time.monotonic() - asked < 1
+        connection.close()
+        gate.set()

@@ -1,0 +1,349 @@
+"""Bad requests end at the door with HTTP 400 (cases B10 and B11); the engine lives on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from plimsoll_engine.executor import StepBatch
+from plimsoll_engine.server.protocol import MAX_TOKEN_ENTRIES
+from support.api_server import (
+    ApiServer,
+    Pace,
+    api_server,
+    byte_tokenizer,
+    parse_events,
+    repeat,
+)
+
+SAID = "the quick brown fox "
+COMPANION_TOKENS = 1500
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@contextmanager
+def companion_stream(server: ApiServer, pace: Pace) -> Iterator[None]:
+    """Another client's stream, which runs all the while and must end as if nothing happened."""
+    begun = threading.Event()
+    lines: list[str] = []
+
+    def read() -> None:
+        body = {"model": "m", "prompt": "go", "stream": True, "max_tokens": COMPANION_TOKENS}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(10)
+    try:
+        yield
+        assert reader.is_alive(), "the other stream ended too early to prove anything"
+    finally:
+        pace.release()
+        reader.join(30)
+    choices = [event["choices"][0] for event in parse_events("\n".join(lines))]
+    text = "".join(choice["text"] for choice in choices)
+    assert text == (SAID * COMPANION_TOKENS)[:COMPANION_TOKENS]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def assert_refused(server: ApiServer, path: str, body: dict[str, Any], *named: str) -> str:
+    """HTTP 400 in the usual shape; each of ``named`` is in the message. Returns the message."""
+    response = server.client.post(path, json=body)
+    assert response.status_code == 400, (body, response.text)
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    for text in named:
+        assert text in error["message"], (text, error["message"])
+    assert server.client.get("/health").status_code == 200
+    message: str = error["message"]
+    return message
+
+
+def test_b10_an_empty_prompt_or_no_new_token_does_not_kill_the_engine() -> None:
+    pace = Pace()
+    with api_server(repeat(SAID), before_step=pace) as server, companion_stream(server, pace):
+        at = "/v1/completions"
+        assert_refused(server, at, {"model": "m", "prompt": "", "max_tokens": 4}, "prompt")
+        assert_refused(server, at, {"model": "m", "prompt": [], "max_tokens": 4}, "prompt")
+        body: dict[str, Any] = {"model": "m", "prompt": "The sky is", "max_tokens": 0}
+        assert_refused(server, at, body, "max_tokens", "0")
+
+        document = server.complete(**body, echo=True, logprobs=1)
+        choice = document["choices"][0]
+        assert choice["text"] == "The sky is"
+        assert choice["finish_reason"] == "length"
+        first, *others = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        assert len(others) == 9
+        assert all(-100 < value <= 0 for value in others)
+        assert document["usage"]["completion_tokens"] == 0
+
+        document = server.complete(model="m", prompt="The sky is", max_tokens=1)
+        assert document["choices"][0]["finish_reason"] == "length"
+        assert document["usage"]["completion_tokens"] == 1
+        assert server.client.get("/health").status_code == 200
+
+
+def test_b10_with_a_begin_token_an_empty_prompt_is_a_prompt() -> None:
+    with api_server(tokenizer=byte_tokenizer(adds_begin_token=True)) as server:
+        assert server.complete(prompt="", max_tokens=4)["usage"]["prompt_tokens"] == 1
+        body = {"model": "m", "prompt": "", "max_tokens": 4, "add_special_tokens": False}
+        assert_refused(server, "/v1/completions", body, "prompt")
+
+
+B11: list[tuple[str, dict[str, Any]]] = [
+    ("stop_token_ids", {"prompt": "hi", "min_tokens": 2, "stop_token_ids": [999999]}),
+    ("logit_bias", {"prompt": "hi", "logit_bias": {"999999": 5}}),
+    ("logit_bias", {"prompt": "hi", "logit_bias": {"abc": 5}}),
+    ("prompt", {"prompt": [1, 999999]}),
+    ("prompt", {"prompt": [-1]}),
+    ("logprobs", {"prompt": "hi", "logprobs": 5000}),
+]
+
+
+def test_b11_a_token_id_outside_the_vocabulary_is_refused() -> None:
+    pace, pid = Pace(), os.getpid()
+    with api_server(repeat(SAID), before_step=pace) as server, companion_stream(server, pace):
+        for field, body in B11:
+            body = {"model": "m", "max_tokens": 8} | body
+            assert_refused(server, "/v1/completions", body, field)
+        assert server.core.failure is None
+        assert os.getpid() == pid
+
+
+def test_b11_the_range_is_that_of_the_logits_not_of_the_tokenizer() -> None:
+    """The tokenizer has 258 entries, the logits 1000."""
+    with api_server() as server:
+        assert server.complete(prompt=[999], max_tokens=1)
+        body = {"model": "m", "prompt": [1000], "max_tokens": 1}
+        assert_refused(server, "/v1/completions", body, "prompt[0]", "1000", "from 0 to 999")
+        assert server.complete(prompt="a", max_tokens=1, logit_bias={"999": -100})
+        assert server.complete(prompt="a", max_tokens=1, stop_token_ids=[999])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(repeat(SAID)) as running:
+        yield running
+
+
+# Field, value, and what the message says is allowed.
+COMMON = [
+    ("n", 0, ">= 1"),
+    ("n", 129, "<= 128"),
+    ("n", 1.5, "int"),
+    ("n", "two", "int"),
+    ("max_tokens", -1, ">= 0"),
+    ("max_tokens", True, "int"),
+    ("temperature", -0.1, ">= 0"),
+    ("temperature", "hot", "float"),
+    ("top_p", 0, "> 0"),
+    ("top_p", 1.01, "<= 1"),
+    ("top_k", -2, ">= -1"),
+    ("min_p", 1.5, "<= 1"),
+    ("presence_penalty", 2.5, "<= 2"),
+    ("frequency_penalty", -3, ">= -2"),
+    ("repetition_penalty", 0, "> 0"),
+    ("seed", 2**63, "<= 9223372036854775807"),
+    ("seed", 0.5, "int"),
+    ("min_tokens", -1, ">= 0"),
+    ("min_tokens", 9, "max_tokens (8)"),
+    ("stop", "", "1 to 1024 characters"),
+    ("stop", ["a", ""], "1 to 1024 characters"),
+    ("stop", ["a"] * 65, "at most 64"),
+    ("stop", 5, "a string or a list"),
+    ("stop", {"a": 1}, "a string or a list"),
+    ("stop_token_ids", [1000], "from 0 to 999"),
+    ("stop_token_ids", [-1], "from 0 to 999"),
+    ("stop_token_ids", ["a"], "int"),
+    ("stop_token_ids", [1] * (MAX_TOKEN_ENTRIES + 1), f"<= {MAX_TOKEN_ENTRIES}"),
+    ("logit_bias", {"1": 101}, "from -100 to 100"),
+    ("logit_bias", {"1": "x"}, "float"),
+    ("logit_bias", {"-1": 1}, "from 0 to 999"),
+    ("logit_bias", {"1.5": 1}, "from 0 to 999"),
+    ("logit_bias", {"²": 1}, "from 0 to 999"),
+    ("ignore_eos", "yes", "bool"),
+    ("stream", "yes", "bool"),
+    ("stream_options", {"include_usage": True}, "stream: true"),
+    ("stream_options", 5, "object"),
+    ("response_format", {"type": "json_object"}, "does not support"),
+    ("tools", [{"type": "function"}], "does not support"),
+    ("truncate_prompt_tokens", 5, "does not support"),
+    ("guided_regex", "a+", "does not support"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), COMMON)
+def test_a_bad_value_is_named_with_what_is_allowed(
+    server: ApiServer, field: str, value: object, allowed: str
+) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": CHAT},
+    }
+    for path, body in bodies.items():
+        whole = {"model": "m", "max_tokens": 8} | body | {field: value}
+        message = assert_refused(server, path, whole, field, allowed)
+        response = server.client.post(path, json=whole)
+        assert response.json()["error"]["param"] == field, message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {}, ["prompt"]),
+        ("/v1/completions", {"prompt": 5}, ["prompt", "5"]),
+        ("/v1/completions", {"prompt": [[]]}, ["prompt[0]"]),
+        ("/v1/completions", {"prompt": [["a"]]}, ["prompt[0][0]"]),
+        ("/v1/completions", {"prompt": [1, "a"]}, ["prompt[1]", "a token id"]),
+        ("/v1/completions", {"prompt": [1, True]}, ["prompt[1]", "true"]),
+        ("/v1/completions", {"prompt": ["a", 1]}, ["prompt[1]"]),
+        ("/v1/completions", {"prompt": ["a", ""]}, ["prompt"]),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, ["suffix"]),
+        ("/v1/completions", {"prompt": "a", "logprobs": -1}, ["logprobs", ">= 0"]),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, ["logprobs", "<= 20"]),
+        ("/v1/completions", {"prompt": ["a"] * 2000}, ["prompt", "prompts in one request"]),
+        ("/v1/chat/completions", {}, ["messages", "missing"]),
+        ("/v1/chat/completions", {"messages": []}, ["messages", ">= 1"]),
+        ("/v1/chat/completions", {"messages": "hi"}, ["messages", "array"]),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, ["role", "missing"]),
+        ("/v1/chat/completions", {"messages": [{"role": 1}]}, ["messages[0].role", "1"]),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            ["content", "image_url", "text"],
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "narrator", "content": "x"}]},
+            ["messages", "no narrators here"],
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}, ["max_tokens", "1"]),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_completion_tokens": 0},
+            ["max_completion_tokens"],
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, ["top_logprobs"]),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "logprobs": True, "top_logprobs": 21},
+            ["top_logprobs", "21", "<= 20"],
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": 3}, ["logprobs", "bool"]),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "continue_final_message": True},
+            ["continue_final_message"],
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
+            ["chat_template_kwargs", "tokenize"],
+        ),
+        ("/tokenize", {}, ["prompt", "messages"]),
+        ("/detokenize", {"tokens": [1000]}, ["tokens[0]", "from 0 to 999"]),
+    ],
+)
+def test_a_bad_body_is_named(
+    server: ApiServer, path: str, body: dict[str, Any], named: list[str]
+) -> None:
+    assert_refused(server, path, body, *named)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"prompt": NaN}', b'"text"', b"\xff\xfe"])
+def test_a_body_that_is_no_json_object_is_refused(server: ApiServer, body: bytes) -> None:
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "JSON" in response.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_404(server: ApiServer) -> None:
+    response = server.post("/v1/completions", model="other", prompt="a")
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["message"] == "The model `other` does not exist."
+    assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", 404)
+
+
+def test_unknown_paths_and_methods_have_the_usual_error(server: ApiServer) -> None:
+    assert server.client.get("/v1/nothing").json()["error"]["code"] == 404
+    assert server.client.get("/v1/completions").json()["error"]["code"] == 405
+
+
+def test_a_huge_body_is_413_before_it_is_read_whole(server: ApiServer) -> None:
+    body = b'{"prompt": "' + b"a" * (33 << 20) + b'"}'
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # The ceiling is 2048: no room, room for less, and more than there ever is.
+        {"prompt": [1] * 2048},
+        {"prompt": [1] * 2047, "max_tokens": 2},
+        {"prompt": [1], "max_tokens": 2048},
+        {"prompt": [1] * 5000},
+        {"prompt": "a" * 2100},
+        {"prompt": "a" * 100_000},
+    ],
+)
+def test_too_long_is_400_in_the_words_that_clients_look_for(
+    server: ApiServer, body: dict[str, Any]
+) -> None:
+    response = server.post("/v1/completions", model="m", **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith("This model's maximum context length is 2048 tokens.")
+    assert error["param"] in ("input_tokens", "input_text")
+
+
+def test_the_last_length_that_fits_is_served(server: ApiServer) -> None:
+    assert server.complete(prompt=[1] * 2047, max_tokens=1)
+    # Nobody asked for more than there is: what fits is made.
+    assert server.complete(prompt=[1] * 2045)["usage"]["completion_tokens"] == 3
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    decoding, gate = threading.Event(), threading.Event()
+
+    def before_step(batch: StepBatch) -> None:
+        if batch.chunks[0].start > 0:
+            decoding.set()
+            gate.wait(20)
+
+    body = {"model": "m", "prompt": "a", "stream": True}
+    with (
+        api_server(
+            repeat("a"), before_step=before_step, max_num_seqs=1, max_num_queued_reqs=1
+        ) as server,
+        ExitStack() as streams,
+    ):
+        streams.callback(gate.set)
+        for _ in range(2):
+            # One runs, in its second step, at the gate; then one waits.
+            response = streams.enter_context(
+                server.client.stream("POST", "/v1/completions", json=body)
+            )
+            assert response.status_code == 200
+            assert decoding.wait(10)
+        refused = server.post("/v1/completions", model="m", prompt="a")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        metrics = server.metrics()
+        assert metrics['plimsoll:requests_rejected_total{reason="queue_full"}'] == 1
+        assert metrics["vllm:num_requests_running"] == 1
+        assert metrics["vllm:num_requests_waiting"] == 1
+        gate.set()
