@@ -1,0 +1,52 @@
+# Every target below with `##` shows in `make help`.
+SHELL := bash
+.DEFAULT_GOAL := help
+export PYTHONSAFEPATH := 1
+# The first Python that really runs (a version manager's shim may not) and is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup demo test check fix bench generate clean cluster-up cluster-down
+
+help: ## show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: ## install everything (the other targets do it themselves)
+	@[ -n "$(PYTHON)" ] || { echo "plimsoll: no Python 3.11 or newer is on PATH" >&2; exit 1; }
+	@$(PYTHON) tools/bootstrap.py
+
+demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
+	@$(BIN)/python -m plimsoll_local demo $(ARGS)
+
+test: setup ## the whole test suite; ARGS goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## lint, format, types, import contracts, generated files; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate.py --check
+
+fix: setup ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## every benchmark under bench/
+	@for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+generate: setup ## make the files that are made from others
+	$(BIN)/python tools/generate.py
+
+cluster-up: setup ## start the local cluster
+	@$(BIN)/plimsoll-local up $(ARGS)
+
+cluster-down: setup ## end the local cluster
+	@$(BIN)/plimsoll-local down $(ARGS)
+
+clean: ## end the local cluster and remove what was made here (the cache under ~/.cache/plimsoll stays)
+	@if [ -x $(BIN)/plimsoll-local ]; then $(BIN)/plimsoll-local down; fi
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
