@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as run
 from hypothesis import strategies as st
 
 from plimsoll_operator.metrics_page import read_page
@@ -156,12 +157,14 @@ def test_what_is_no_metrics_page_is_unreadable(text: str) -> None:
     assert refuse(text).reason is UnknownReason.UNREADABLE
 
 
+@run(deadline=None)
 @given(st.text(max_size=200))
 def test_no_text_raises(text: str) -> None:
     """Whatever a pod answers, reading ends in a value."""
     assert isinstance(read_page(text, pod="p", model="m", at=0.0), Unknown)
 
 
+@run(deadline=None)
 @given(st.lists(st.sampled_from(FULL_PAGE.splitlines()), max_size=40))
 def test_the_order_of_lines_does_not_matter(lines: list[str]) -> None:
     """Any part of a page reads the same backwards, or is refused both ways."""

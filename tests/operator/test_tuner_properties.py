@@ -97,6 +97,7 @@ def live(script: list[Pass]) -> tuple[Fleet, list[tuple[Pass, TuningInputs, Tuni
 EVERY = tuple(TuningMode)
 
 
+@run(deadline=None)
 @given(passes(*EVERY))
 def test_limits_never_leave_the_bounds(script: list[Pass]) -> None:
     for step, _, decision in live(script)[1]:
@@ -109,6 +110,7 @@ def test_limits_never_leave_the_bounds(script: list[Pass]) -> None:
             assert decision.limits == Limits(CEILING, 0.90)
 
 
+@run(deadline=None)
 @given(passes(*EVERY))
 def test_the_revision_counts_exactly_the_changes(script: list[Pass]) -> None:
     revision, limits = 0, Limits()
@@ -118,6 +120,7 @@ def test_the_revision_counts_exactly_the_changes(script: list[Pass]) -> None:
         revision, limits = decision.revision, decision.limits
 
 
+@run(deadline=None)
 @given(passes(TuningMode.AUTO))
 def test_nothing_moves_while_frozen_but_after_a_death(script: list[Pass]) -> None:
     before = Limits()
@@ -127,6 +130,7 @@ def test_nothing_moves_while_frozen_but_after_a_death(script: list[Pass]) -> Non
         before = decision.limits
 
 
+@run(deadline=None)
 @given(passes(TuningMode.AUTO))
 def test_one_change_per_settle_window_except_for_deaths(script: list[Pass]) -> None:
     changes = [change for _, _, decision in live(script)[1] for change in decision.changes]
@@ -136,6 +140,7 @@ def test_one_change_per_settle_window_except_for_deaths(script: list[Pass]) -> N
         assert all(change.time - other.time >= 2 * INTERVAL for other in others)
 
 
+@run(deadline=None)
 @given(passes(TuningMode.HOLD, TuningMode.AUTO))
 def test_hold_holds(script: list[Pass]) -> None:
     before = Limits()
@@ -145,6 +150,7 @@ def test_hold_holds(script: list[Pass]) -> None:
         before = decision.limits
 
 
+@run(deadline=None)
 @given(passes(TuningMode.AUTO))
 def test_no_raise_soon_after_an_oom(script: list[Pass]) -> None:
     for _, inputs, decision in live(script)[1]:
@@ -154,12 +160,14 @@ def test_no_raise_soon_after_an_oom(script: list[Pass]) -> None:
                 assert last is None or inputs.now - last >= 6 * 3600
 
 
+@run(deadline=None)
 @given(passes(*EVERY))
 def test_the_same_inputs_give_the_same_decision(script: list[Pass]) -> None:
     for _, inputs, decision in live(script)[1]:
         assert decide(inputs) == decision
 
 
+@run(deadline=None)
 @given(passes(*EVERY))
 def test_what_is_written_reads_back(script: list[Pass]) -> None:
     """All but what is observed anew after a restart."""
