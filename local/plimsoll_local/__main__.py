@@ -83,7 +83,7 @@ def proxy(
 @app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster up.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the burst.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of the burst.")] = 3,
     name: Name = "plimsoll",
 ) -> None:
     """Serve a real model, overload it, and show what the operator does about it."""

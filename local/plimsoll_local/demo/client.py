@@ -25,7 +25,7 @@ from plimsoll_local.demo.outcomes import Account, Outcome
 from plimsoll_local.demo.traffic import Arrival
 
 # How long after the end of the burst a client still waits for its answer.
-PATIENCE_AFTER_BURST_S = 90.0
+PATIENCE_AFTER_BURST_S = 120.0
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
