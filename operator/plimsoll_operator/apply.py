@@ -18,7 +18,8 @@ from plimsoll_operator.cluster import ApiError, Cluster
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.status import timestamp
 from plimsoll_operator.observed import Json
-from plimsoll_operator.tuning.values import Event
+from plimsoll_operator.tuning.profile import ProfileKey, build_profile, build_profile_status
+from plimsoll_operator.tuning.values import Event, Learned
 
 # Where the API server rewrites a quantity into its canonical form.
 _QUANTITIES = frozenset({"limits", "requests"})
@@ -56,7 +57,7 @@ def _is_quantity(path: str) -> bool:
 
 def _same_quantity(wanted: object, live: object) -> bool:
     try:
-        return bool(parse_quantity(wanted) == parse_quantity(live))  # type: ignore[no-untyped-call]
+        return bool(parse_quantity(wanted) == parse_quantity(live))
     except ValueError:
         return False
 
@@ -106,6 +107,16 @@ async def apply_status(cluster: Cluster, resource: Json, status: Json) -> None:
         "status": status,
     }
     await cluster.apply_status(api.LLM_DEPLOYMENT, body)
+
+
+async def apply_profile(
+    cluster: Cluster, namespace: str, key: ProfileKey, learned: Learned
+) -> None:
+    """Writes what was learned; the first time, the MemoryProfile with it."""
+    profile = build_profile(namespace, key)
+    await cluster.apply(profile)
+    status = build_profile_status(learned)
+    await cluster.apply_status(api.MEMORY_PROFILE, {**profile, "status": status})
 
 
 async def record_event(cluster: Cluster, resource: Json, event: Event, now: float) -> None:

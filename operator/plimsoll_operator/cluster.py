@@ -72,9 +72,9 @@ class Cluster:
         """By the pod's service account, or else by KUBECONFIG (~/.kube/config)."""
         configuration = client.Configuration()
         if "KUBERNETES_SERVICE_HOST" in os.environ:
-            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            config.load_incluster_config(client_configuration=configuration)
         else:
-            await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            await config.load_kube_config(client_configuration=configuration)
         return cls(client.ApiClient(configuration))
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class Cluster:
                 return None
             raise
 
-    async def list(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]:
+    async def find(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]:
         query = [("labelSelector", label_selector)]
         items: list[Json] = (await self._request("GET", resource.path(namespace), query=query))[
             "items"
@@ -148,7 +148,7 @@ class Cluster:
     ) -> Json:
         headers = {"Accept": "application/json", "Content-Type": content_type}
         try:
-            request = await self._api.param_serialize(  # type: ignore[no-untyped-call]
+            request = await self._api.param_serialize(
                 method,
                 path,
                 query_params=query or [],
@@ -156,11 +156,19 @@ class Cluster:
                 body=body,
                 auth_settings=["BearerToken"],
             )
-            response = await self._api.call_api(*request, _request_timeout=30)  # type: ignore[no-untyped-call]
+            response = await self._api.call_api(*request, _request_timeout=30)
             content = await response.read()
         except ApiException as error:
             raise ApiError(error.status or 0, str(error.reason)) from error
-        document: Json = json.loads(content) if content else {}
         if not 200 <= response.status <= 299:
-            raise ApiError(response.status, document.get("message", response.reason))
+            raise ApiError(response.status, _words(content) or response.reason)
+        document: Json = json.loads(content) if content else {}
         return document
+
+
+def _words(content: bytes) -> str:
+    """What the server says; a proxy in between may answer in something else than JSON."""
+    try:
+        return str(json.loads(content)["message"])
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")[:256]

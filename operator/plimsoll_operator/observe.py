@@ -24,6 +24,7 @@ from plimsoll_operator.observed import (
     Termination,
 )
 from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.profile import profile_key
 
 
 def children(deployment: str) -> tuple[tuple[Resource, str], ...]:
@@ -38,13 +39,16 @@ def children(deployment: str) -> tuple[tuple[Resource, str], ...]:
     )
 
 
-async def observe(cluster: Cluster, resource: Json) -> Observed:
-    """``resource`` is the LLMDeployment just read. Raises spec.InvalidSpec."""
+async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observed:
+    """``resource`` is the LLMDeployment just read, ``engine_image`` the default for its pods.
+    Raises spec.InvalidSpec."""
     deployment = Deployment.parse(resource)
     namespace, wanted = deployment.namespace, children(deployment.name)
-    *bodies, pods = await asyncio.gather(
-        *(cluster.get(kind, namespace, name) for kind, name in wanted),
-        cluster.list(api.POD, namespace, names.label_selector(names.selector(deployment.name))),
+    profile_name = profile_key(deployment, deployment.image or engine_image).name
+    bodies, profile, pods = await asyncio.gather(
+        asyncio.gather(*(cluster.get(kind, namespace, name) for kind, name in wanted)),
+        cluster.get(api.MEMORY_PROFILE, namespace, profile_name),
+        cluster.find(api.POD, namespace, names.label_selector(names.selector(deployment.name))),
     )
     found = {(kind.kind, name): body for (kind, name), body in zip(wanted, bodies, strict=True)}
     statefulset = found[api.STATEFUL_SET.kind, deployment.name]
@@ -58,6 +62,7 @@ async def observe(cluster: Cluster, resource: Json) -> Observed:
         statefulset=None if statefulset is None else read_statefulset(statefulset),
         pods=tuple(sorted(parsed, key=lambda pod: pod.ordinal)),
         credentials=None if secret is None else read_credentials(secret),
+        profile=profile,
     )
 
 

@@ -85,7 +85,8 @@ class StatefulSet:
 @dataclass(frozen=True)
 class Observed:
     """``resource`` is the LLMDeployment as read, ``children`` every child by kind and name (None:
-    absent), ``changed_at`` when anybody last wrote the LLMDeployment's spec or metadata."""
+    absent), ``changed_at`` when anybody last wrote the LLMDeployment's spec or metadata,
+    ``profile`` the MemoryProfile with what was learned before (None: nothing yet)."""
 
     deployment: Deployment
     resource: Json
@@ -94,6 +95,7 @@ class Observed:
     statefulset: StatefulSet | None
     pods: tuple[Pod, ...]
     credentials: Credentials | None
+    profile: Json | None = None
 
     @property
     def status(self) -> Json:

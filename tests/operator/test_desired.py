@@ -197,7 +197,7 @@ def test_placement_passes_through() -> None:
             "tolerationSeconds": 60,
         },
     ]
-    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    affinity: Json = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     spec = template(
         podTemplate={
             "nodeSelector": {"pool": "h200"},

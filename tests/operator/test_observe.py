@@ -89,7 +89,7 @@ class Listing(Cluster):
             return None
         return {"metadata": {"uid": "set", "generation": 1}, "spec": {"replicas": 2}}
 
-    async def list(self, resource: Any, namespace: str, label_selector: str) -> list[Json]:
+    async def find(self, resource: Any, namespace: str, label_selector: str) -> list[Json]:
         assert label_selector == (
             "app.kubernetes.io/instance=assistant,app.kubernetes.io/name=plimsoll-engine"
         )
@@ -110,7 +110,7 @@ async def test_only_the_statefulsets_own_pods_are_seen_in_the_order_of_their_ord
         pod_body("assistant-1"),
     ]
 
-    seen = await observe(Listing(pods), llmdeployment())
+    seen = await observe(Listing(pods), llmdeployment(), "plimsoll/engine:0.1.0")
 
     assert [pod.name for pod in seen.pods] == ["assistant-2", "assistant-10"]
     assert seen.changed_at == NOW - 3600, "the operator's own status writes do not count"

@@ -5,29 +5,20 @@ So a restarted container comes back at the tuned line, and the pod template neve
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from plimsoll_operator import names
 from plimsoll_operator.desired.metadata import owned
 from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.record import limits_document
 from plimsoll_operator.tuning.values import Limits
 
 
 def build_limits(deployment: Deployment, limits: Limits, revision: int) -> dict[str, Any]:
     """Limits that are None are left out: the engine's flag holds."""
-    values = {
-        "maxModelLen": limits.max_model_len,
-        "gpuMemoryUtilization": limits.gpu_memory_utilization,
-        "maxNumSeqs": limits.max_num_seqs,
-        "maxNumBatchedTokens": limits.max_num_batched_tokens,
-        "watermark": limits.watermark,
-    }
-    known = {name: value for name, value in values.items() if value is not None}
-    document = json.dumps({"revision": revision, "limits": known}, sort_keys=True)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": owned(deployment, names.limits_config_map(deployment.name)),
-        "data": {names.LIMITS_KEY: document},
+        "data": {names.LIMITS_KEY: limits_document(revision, limits)},
     }

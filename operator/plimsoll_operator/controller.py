@@ -1,0 +1,76 @@
+"""The running controller: its connections, its options and what it carries from pass to pass.
+
+In: triggers. Out: passes (reconcile.py), one worker per LLMDeployment. What is carried here may be
+lost at any moment: everything that matters is in the cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from plimsoll_operator import __version__
+from plimsoll_operator.cluster import Cluster
+from plimsoll_operator.engines import Engines, RemoteEngines
+from plimsoll_operator.reconcile import Carried, reconcile
+from plimsoll_operator.workers import Key, Workers
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENGINE_IMAGE = f"plimsoll/engine:{__version__}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """``engine_image`` serves deployments that name none."""
+
+    engine_image: str = DEFAULT_ENGINE_IMAGE
+
+
+class Controller:
+    """``engines`` None: those in the cluster's pods."""
+
+    def __init__(self, options: Options, engines: Engines | None = None) -> None:
+        self._options = options
+        self._workers = Workers(self._pass)
+        self._carried: dict[Key, Carried] = {}
+        self._cluster: Cluster | None = None
+        self._engines = engines
+        self._remote: RemoteEngines | None = None
+
+    async def start(self) -> None:
+        self._cluster = await Cluster.connect()
+        if self._engines is None:
+            self._engines = self._remote = RemoteEngines()
+
+    async def stop(self) -> None:
+        await self._workers.stop()
+        if self._remote is not None:
+            await self._remote.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    def trigger(self, key: Key) -> None:
+        self._workers.trigger(key)
+
+    def nudge(self, key: Key) -> None:
+        self._workers.nudge(key)
+
+    async def _pass(self, key: Key) -> float | None:
+        assert self._cluster is not None
+        assert self._engines is not None
+        outcome = await reconcile(
+            self._cluster,
+            self._engines,
+            key,
+            engine_image=self._options.engine_image,
+            carried=self._carried.get(key),
+            now=time.time(),
+        )
+        if outcome is None:
+            self._carried.pop(key, None)
+            return None
+        if outcome.carried is not None:
+            self._carried[key] = outcome.carried
+        return outcome.due_in

@@ -1,0 +1,48 @@
+"""What kopf calls: watch events become triggers, nothing more.
+
+In: events of LLMDeployments and of what they own. Out: triggers of the workers. Only raw event
+handlers are used: kopf's other handlers leave finalizers and annotations on the objects, and an
+idle object must not be written (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from plimsoll_operator import names
+from plimsoll_operator.controller import Controller
+from plimsoll_operator.workers import Key
+
+_OURS = {names.DEPLOYMENT_LABEL: kopf.PRESENT}
+
+
+@kopf.on.startup()
+async def start(memo: Controller, settings: kopf.OperatorSettings, **_: Any) -> None:
+    # The default peering object is shared with every other kopf program in the cluster; one of
+    # them with a higher priority would silence this operator.
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    settings.watching.server_timeout = 300
+    await memo.start()
+
+
+@kopf.on.cleanup()
+async def stop(memo: Controller, **_: Any) -> None:
+    await memo.stop()
+
+
+@kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
+async def deployment_changed(
+    memo: Controller, namespace: str | None, name: str | None, **_: Any
+) -> None:
+    memo.trigger(Key(namespace or "", name or ""))
+
+
+@kopf.on.event("apps", "v1", "statefulsets", labels=_OURS)
+@kopf.on.event("v1", "pods", labels=_OURS)
+async def child_changed(
+    memo: Controller, namespace: str | None, labels: kopf.Labels, **_: Any
+) -> None:
+    memo.nudge(Key(namespace or "", labels[names.DEPLOYMENT_LABEL]))

@@ -1,0 +1,241 @@
+"""One pass over one LLMDeployment.
+
+In: the cluster, the engines, the key and what the last pass left in memory. Out: what to carry to
+the next pass, and when it is due. Only here the parts meet; each part is pure, or only reads, or
+only writes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from plimsoll_operator import checks
+from plimsoll_operator import cluster as api
+from plimsoll_operator.apply import (
+    apply_children,
+    apply_profile,
+    apply_status,
+    difference,
+    record_event,
+)
+from plimsoll_operator.checks import Violation
+from plimsoll_operator.cluster import Cluster
+from plimsoll_operator.credentials import make_credentials
+from plimsoll_operator.desired import build_children
+from plimsoll_operator.desired.events import build_events
+from plimsoll_operator.desired.metadata import fingerprint
+from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired.status import Report, build_invalid_status, build_status, is_due
+from plimsoll_operator.engines import Engines
+from plimsoll_operator.observe import observe
+from plimsoll_operator.observed import Json, Observed, Pod
+from plimsoll_operator.plan import next_step
+from plimsoll_operator.spec import InvalidSpec
+from plimsoll_operator.tuning import decide
+from plimsoll_operator.tuning.failures import classify
+from plimsoll_operator.tuning.profile import profile_key, read_learned
+from plimsoll_operator.tuning.record import read_state, record_tuning
+from plimsoll_operator.tuning.settings import tuning_settings
+from plimsoll_operator.tuning.values import (
+    EngineReading,
+    Event,
+    Failure,
+    LimitsOutcome,
+    OutcomeKind,
+    TuningDecision,
+    TuningInputs,
+    TuningState,
+    Unknown,
+)
+from plimsoll_operator.workers import Key
+
+logger = logging.getLogger(__name__)
+
+# An object with a spec that cannot be read is looked at again when it changes, and now and then.
+INVALID_INTERVAL_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Carried:
+    """May be lost at any time: the tuner's state is in status too, the answers come again."""
+
+    state: TuningState
+    outcomes: Mapping[str, LimitsOutcome] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """``due_in`` in seconds."""
+
+    carried: Carried | None
+    due_in: float
+
+
+async def reconcile(
+    cluster: Cluster,
+    engines: Engines,
+    key: Key,
+    *,
+    engine_image: str,
+    carried: Carried | None,
+    now: float,
+) -> Passed | None:
+    """None when the LLMDeployment is gone or going: its children follow by their owner reference.
+
+    Seven steps: observe, tune, plan, build, apply, check and report, move the engines' limits.
+    Every step decides from what this pass observed, so a pass that was cut off is simply repeated.
+    """
+    resource = await cluster.get(api.LLM_DEPLOYMENT, *key)
+    if resource is None or "deletionTimestamp" in resource["metadata"]:
+        return None
+
+    # 1. Observe.
+    try:
+        observed = await observe(cluster, resource, engine_image)
+    except InvalidSpec as error:
+        await _report(cluster, resource, build_invalid_status(resource, str(error), now), now)
+        return Passed(carried, INVALID_INTERVAL_SECONDS)
+    deployment = observed.deployment
+    serving = [pod for pod in observed.pods if _should_serve(pod)]
+    readings = await engines.read(deployment, serving)
+    failures = _failures(observed)
+    template = build_pod_template(deployment, engine_image)
+    applied = _has_template(observed, template)
+    conflict = checks.foreign_children(observed)
+
+    # 2. Tune.
+    learned = read_learned(observed.profile)
+    decision = decide(
+        TuningInputs(
+            settings=tuning_settings(deployment),
+            engines=readings,
+            failures=tuple(f for f in failures if checks.concerns(f, observed, applied=applied)),
+            state=read_state(observed.status) if carried is None else carried.state,
+            learned=learned,
+            now=now,
+            outcomes={} if carried is None else carried.outcomes,
+        )
+    )
+
+    # 3. Plan.
+    step = next_step(observed, given_up=checks.recorded_give_up(observed) is not None)
+
+    # 4. Build.
+    credentials = observed.credentials or make_credentials(deployment.name, now)
+    children = build_children(
+        deployment,
+        step=step,
+        template=template,
+        credentials=credentials,
+        limits=decision.limits,
+        revision=decision.revision,
+    )
+
+    # 5. Apply. Nothing is written over somebody else's object.
+    refusals: tuple[Violation, ...] = ()
+    if conflict is None:
+        refusals = await apply_children(cluster, children, observed.children)
+        for pod in step.replace:
+            await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
+    else:
+        refusals = (conflict,)
+    if decision.learned != learned:
+        key_of_profile = profile_key(deployment, deployment.image or engine_image)
+        await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
+
+    # 6. Check and report.
+    give_up = (
+        None
+        if decision.give_up is None
+        else Violation(decision.give_up.reason, decision.give_up.message)
+    )
+    stall = checks.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
+    view = checks.View(
+        observed=observed,
+        failures=checks.current_failures(observed.pods, failures),
+        applied=applied,
+        stall=stall,
+        now=now,
+    )
+    status = build_status(
+        Report(
+            view=view,
+            verdicts=(*checks.judge(view), *decision.verdicts),
+            failures=failures,
+            engines=readings,
+            limits=decision.limits,
+            source=decision.source,
+            recorded=record_tuning(decision),
+            given_up=stall is not None and stall == give_up,
+        )
+    )
+    events = decision.events
+    if observed.statefulset is not None and not applied and not refusals:
+        events = (_rolling_out(observed, template), *events)
+    await _report(cluster, resource, status, now, events)
+
+    # 7. Move the engines' limits, on those that have not got this revision yet.
+    outcomes = dict(carried.outcomes) if carried is not None else {}
+    behind = [pod for pod in serving if _is_behind(pod, readings, outcomes, decision)]
+    if behind and observed.credentials is not None:
+        outcomes |= await engines.set_limits(
+            behind, observed.credentials, decision.revision, decision.limits
+        )
+    names_now = {pod.name for pod in serving}
+    kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
+    return Passed(Carried(decision.state, kept), deployment.scrape_interval)
+
+
+async def _report(
+    cluster: Cluster, resource: Json, status: Json, now: float, events: Iterable[Event] = ()
+) -> None:
+    """Status first: an Event tells of what can already be read there."""
+    previous: Json = resource.get("status", {})
+    if is_due(previous, status, now):
+        await apply_status(cluster, resource, status)
+        events = (*events, *build_events(previous, status))
+    for event in events:
+        await record_event(cluster, resource, event, now)
+
+
+def _failures(observed: Observed) -> tuple[Failure, ...]:
+    limit = observed.deployment.limits.get("memory")
+    memory_limit = None if limit is None else str(limit)
+    found = (classify(pod, memory_limit=memory_limit) for pod in observed.pods)
+    return tuple(failure for failure in found if failure is not None)
+
+
+def _should_serve(pod: Pod) -> bool:
+    """Its start-up is over and it is not going away."""
+    return pod.container is not None and pod.container.started and not pod.deleting
+
+
+def _has_template(observed: Observed, template: Json) -> bool:
+    """The StatefulSet holds exactly this template."""
+    statefulset = observed.statefulset
+    return statefulset is not None and statefulset.template_hash == fingerprint(template)
+
+
+def _rolling_out(observed: Observed, template: Json) -> Event:
+    """Says why pods are replaced: the first thing that differs."""
+    live = observed.children["StatefulSet", observed.deployment.name]
+    assert live is not None
+    found = difference(template, live["spec"]["template"], "template")
+    return Event("RollingOut", f"replacing the pods: {found or 'a field was removed'}")
+
+
+def _is_behind(
+    pod: Pod,
+    readings: Mapping[str, EngineReading | Unknown],
+    outcomes: Mapping[str, LimitsOutcome],
+    decision: TuningDecision,
+) -> bool:
+    """A rejected revision is not sent again: the same request would be rejected again."""
+    reading = readings[pod.name]
+    if not isinstance(reading, EngineReading) or reading.limits_revision == decision.revision:
+        return False
+    last = outcomes.get(pod.name)
+    rejected = last is not None and last.kind is OutcomeKind.REJECTED
+    return not (rejected and last is not None and last.revision == decision.revision)
