@@ -138,16 +138,18 @@ class ModelRunner:
         self._profile_run(min(16, max_num_batched_tokens), 1, min(16, max_model_len))
         self._device.reclaim()
         rest = self._device.use(reset_peak=True).used
+        total = self._device.use().total
+        # Ranks decide alike, or they would wait for each other in different steps.
+        all_rest = self._over_ranks(rest)
         activations, ran = 0, 0
         for part in (4, 2, 1):
             tokens = max(1, max_num_batched_tokens // part)
-            total = self._device.use().total
-            foretold = activations * tokens // ran if ran else 0
+            foretold = self._over_ranks(activations) * tokens // ran if ran else 0
             # The half is a step on the way only where the whole is not safe to try yet.
-            if part == 2 and rest + 2 * _SAFETY * foretold <= total:
+            if part == 2 and all_rest + 2 * _SAFETY * foretold <= total:
                 continue
-            if rest + _SAFETY * foretold > total:
-                raise _step_does_not_fit(tokens, foretold, rest, total)
+            if all_rest + _SAFETY * foretold > total:
+                raise _step_does_not_fit(tokens, foretold, all_rest, total)
             try:
                 self._profile_run(
                     tokens,
@@ -155,7 +157,7 @@ class ModelRunner:
                     max(1, max_model_len // part),
                 )
             except AllocationFailure as error:
-                raise _step_does_not_fit(tokens, foretold, rest, total) from error
+                raise _step_does_not_fit(tokens, foretold, all_rest, total) from error
             activations, ran = max(activations, self._device.use().peak - rest), tokens
         self.resize_kv(0)
         self._device.reclaim()
@@ -167,6 +169,10 @@ class ModelRunner:
             runtime=max(0, rest - weights - layout.segment_bytes),
             bytes_per_block=layout.bytes_per_block,
         )
+
+    def _over_ranks(self, value: int) -> int:
+        """On the CPU the ranks share one memory; on CUDA the worst counts."""
+        return self._group.sum(value) if self._kind == "cpu" else self._group.max(value)
 
     def _profile_run(self, tokens: int, sequences: int, length: int) -> None:
         batch = build_profile_step(

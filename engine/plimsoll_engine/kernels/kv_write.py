@@ -6,6 +6,9 @@ key, value [tokens, kv_heads, head_size]; slots int64 [tokens], slot = block id 
 A block's address is its segment's base out of the table plus a 64-bit offset (kv_cache.py).
 """
 
+# A kernel's arguments have no Python types, and triton ships none.
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+
 from __future__ import annotations
 
 import triton

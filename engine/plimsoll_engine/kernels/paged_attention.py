@@ -12,6 +12,9 @@ The grid does not depend on context lengths: (tokens // BLOCK_Q + sequences, kv_
 owns the query blocks from query_starts[s] // BLOCK_Q + s on; the surplus ones return at once.
 """
 
+# A kernel's arguments have no Python types, and triton ships none.
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+
 from __future__ import annotations
 
 import triton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 
 from plimsoll_engine.kernels.kv_write import kv_write_kernel
 from plimsoll_engine.kv_cache import KVCache

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 
 from plimsoll_engine.attention_batch import AttentionBatch
 from plimsoll_engine.kernels.paged_attention import paged_attention_kernel

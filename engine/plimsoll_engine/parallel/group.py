@@ -22,6 +22,11 @@ class Group(Protocol):
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """[rows, columns] of each rank, side by side in rank order; None on ranks other than 0."""
 
+    def sum(self, value: int) -> int:
+        """The same on all ranks, as is ``max``."""
+
+    def max(self, value: int) -> int: ...
+
 
 class LoneRank:
     rank = 0
@@ -33,11 +38,18 @@ class LoneRank:
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
 
+    def sum(self, value: int) -> int:
+        return value
+
+    def max(self, value: int) -> int:
+        return value
+
 
 class DistributedGroup:
     """Over torch.distributed's default group, which the rank has set up (gloo or NCCL)."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
@@ -54,3 +66,14 @@ class DistributedGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.gather(tensor, parts, dst=0)
         return torch.cat(parts, dim=-1)
+
+    def sum(self, value: int) -> int:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: int) -> int:
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
+        tensor = torch.tensor(value, dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, operation)
+        return int(tensor)

@@ -1,0 +1,73 @@
+"""What the executor and its ranks say to each other, over one pipe per rank.
+
+The executor sends a :class:`Start` and then :class:`Call`s to all ranks; each rank answers a call
+with one reply, and sends a :class:`Heartbeat` every second, whatever else it does. This module knows
+no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plimsoll_engine.config import EngineConfig
+from plimsoll_engine.termination import EngineFailure
+
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Start:
+    config: EngineConfig
+    device_kind: str
+    rank: int
+    # A file that does not exist yet, in a folder of the executor's own: where ranks find each other.
+    store: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of ModelRunner by name."""
+
+    method: str
+    arguments: tuple[object, ...] = ()
+    keywords: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes; on the CPU this rank's share of ``total``."""
+
+    total: int
+    used: int
+    # Highest since the reply before.
+    peak: int
+
+
+@dataclass(frozen=True)
+class Done:
+    result: object
+    memory: MemoryUse
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The call raised AllocationFailure; the rank goes on."""
+
+    message: str
+    requested_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The rank ends. ``failure`` is None for an exception that nobody foresaw."""
+
+    message: str
+    failure: EngineFailure | None = None
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    pass
+
+
+Reply = Done | OutOfMemory | Failed

@@ -1,0 +1,131 @@
+"""One tensor-parallel rank: a process that runs a ModelRunner as its executor tells it.
+
+Started as ``python -m plimsoll_engine.parallel.rank FD`` with one end of a pipe. It dies with its
+parent (PDEATHSIG) and when the pipe closes. Results are told by all ranks; only rank 0's count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from plimsoll_engine.executor import AllocationFailure
+from plimsoll_engine.model_runner import ModelRunner
+from plimsoll_engine.parallel.group import DistributedGroup
+from plimsoll_engine.parallel.messages import (
+    HEARTBEAT_SECONDS,
+    Call,
+    Done,
+    Failed,
+    Heartbeat,
+    MemoryUse,
+    OutOfMemory,
+    Reply,
+    Start,
+)
+from plimsoll_engine.termination import EngineFailure
+
+_PR_SET_PDEATHSIG = 1
+# A rank waits this long for its peers inside a collective. Longer than any step's share of work
+# between two collectives; a peer that is dead or stopped is found sooner, by the executor.
+COLLECTIVE_SECONDS = 120.0
+
+
+class Rank:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+
+    def run(self) -> None:
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start = self._connection.recv()
+        try:
+            runner = _start_runner(start)
+        except EngineFailure as failure:
+            self._send(Failed(failure.message, failure))
+            return
+        except Exception:  # noqa: BLE001 (whatever the backend raises: the executor must know)
+            self._send(Failed(traceback.format_exc()))
+            return
+        while True:
+            try:
+                call = self._connection.recv()
+            except EOFError:
+                return
+            reply = _answer(runner, call)
+            self._send(reply)
+            if isinstance(reply, Failed):
+                return
+
+    def _send(self, message: Reply | Heartbeat) -> None:
+        with self._send_lock:
+            self._connection.send(message)
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                self._send(Heartbeat())
+            except OSError:
+                # The executor is gone.
+                os._exit(1)
+            pause.wait(HEARTBEAT_SECONDS)
+
+
+def _start_runner(start: Start) -> ModelRunner:
+    size = start.config.tensor_parallel_size
+    if start.device_kind == "cuda":
+        torch.cuda.set_device(start.rank)
+    dist.init_process_group(
+        "gloo" if start.device_kind == "cpu" else "nccl",
+        init_method=f"file://{start.store}",
+        rank=start.rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    device = torch.device(start.device_kind, 0 if start.device_kind == "cpu" else start.rank)
+    return ModelRunner(start.config, start.device_kind, DistributedGroup(device))
+
+
+def _answer(runner: ModelRunner, call: Call) -> Reply:
+    try:
+        result = getattr(runner, call.method)(*call.arguments, **dict(call.keywords))
+        use = runner.device_use(reset_peak=True)
+        return Done(result, MemoryUse(use.total, use.used, use.peak))
+    except AllocationFailure as failure:
+        return OutOfMemory(str(failure), failure.requested_bytes)
+    except EngineFailure as failure:
+        return Failed(failure.message, failure)
+    except Exception:  # noqa: BLE001 (a peer died in a collective, or worse: tell it, then end)
+        return Failed(traceback.format_exc())
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It ended before the call.
+        os._exit(1)
+
+
+def main() -> None:
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    # Signals to the process group (a terminal's Ctrl-C) are the parent's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Rank(Connection(descriptor)).run()
+    # Without the interpreter's teardown: a peer may be gone, and gloo would wait for it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
