@@ -278,7 +278,9 @@ class PodWorker:
         if self._gone:
             return
         now = self._services.clock()
-        status = build_status(self.pod, self.observed, self._services.host_ip, now)
+        # What happens to a container while the patch is on its way belongs into the next one.
+        observed = self.observed
+        status = build_status(self.pod, observed, self._services.host_ip, now)
         if status == self._published:
             return
         body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": status}
@@ -296,7 +298,7 @@ class PodWorker:
             self._wake_later()
         else:
             self.pod = {**self.pod, "status": answer["status"]}
-            self._published = build_status(self.pod, self.observed, self._services.host_ip, now)
+            self._published = build_status(self.pod, observed, self._services.host_ip, now)
 
     async def _remove(self) -> bool:
         """Frees everything and deletes the API object; False when that must be tried again."""
