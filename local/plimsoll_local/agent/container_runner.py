@@ -7,44 +7,30 @@ In: orders (start, stop) and the pod's spec. Out: new :class:`ContainerState` va
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
 import signal
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from plimsoll_local.agent.api import Json
-from plimsoll_local.agent.container import BindMount, ContainerSpec, Exited, StartFailed
-from plimsoll_local.agent.environment import (
-    ConfigurationError,
-    build_environment,
-    expand_all,
-)
+from plimsoll_local.agent.container import BindMount, Exited, StartFailed
+from plimsoll_local.agent.container_setup import build_spec, make_empty, read_termination_message
+from plimsoll_local.agent.environment import ConfigurationError
 from plimsoll_local.agent.events import NORMAL, WARNING
 from plimsoll_local.agent.hooks import run_hook
-from plimsoll_local.agent.hosts import host_name
 from plimsoll_local.agent.images import Image, ImageTableError
 from plimsoll_local.agent.logs import tail_text
 from plimsoll_local.agent.node_services import NodeServices, PodAddress
-from plimsoll_local.agent.probes import (
-    ProbeCount,
-    ProbeKind,
-    ProbeSchedule,
-    try_probe,
-)
+from plimsoll_local.agent.prober import Prober
+from plimsoll_local.agent.probes import ProbeKind
 from plimsoll_local.agent.process import Container, start_container
-from plimsoll_local.agent.quantities import parse_bytes
 from plimsoll_local.agent.state import ContainerState, Running, Terminated, Waiting
 from plimsoll_local.agent.volumes import PodVolumes
 
 # A kubelet never kills without at least this long to end.
 MIN_GRACE = 2.0
 _START_ERROR_STATUS = 128
-_MAX_TERMINATION_MESSAGE = 4096
 _CONFIGURATION_RETRY = 5.0
-_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ContainerRunner:
@@ -68,12 +54,10 @@ class ContainerRunner:
         self._name = str(container["name"])
         self._address = PodAddress(None, "")
         self._process: Container | None = None
-        self._termination_log: Path | None = None
-        self._probes: dict[ProbeKind, asyncio.Task[None]] = {}
-        self._startup_passed = asyncio.Event()
+        self._prober: Prober | None = None
+        self._directory = services.pod_directory(pod()) / "containers" / self._name
         self._stop_by: float | None = None
         self._stop_sooner = asyncio.Event()
-        self._stop_grace: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, address: PodAddress, etc_files: Sequence[BindMount]) -> None:
@@ -99,9 +83,11 @@ class ContainerRunner:
         """Ends all work at once, the process included."""
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
-        for task in (*self._tasks, *self._probes.values()):
+        if self._prober is not None:
+            await self._prober.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._probes.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Start -----------------------------------------------------------------------------------
 
@@ -113,9 +99,18 @@ class ContainerRunner:
         attempt = before.restart_count + (1 if before.attempted else 0)
         try:
             await self._services.objects.fetch_missing(self._pod())
-            directory = self._services.pod_directory(self._pod()) / "containers" / self._name
-            await asyncio.to_thread(_make_empty, directory)
-            spec = self._build_spec(image, directory, attempt, etc_files)
+            await asyncio.to_thread(make_empty, self._directory)
+            spec = build_spec(
+                self._services,
+                self._pod(),
+                self._container,
+                image,
+                self._address,
+                self._volumes,
+                etc_files,
+                self._directory,
+                attempt,
+            )
         except (ConfigurationError, OSError, ValueError) as error:
             self._refuse("CreateContainerConfigError", str(error), _CONFIGURATION_RETRY)
             return
@@ -136,7 +131,7 @@ class ContainerRunner:
             crash_back_off=back_off,
         )
         self._event(NORMAL, "Created", f"Created container: {self._name}")
-        started = await start_container(spec, directory)
+        started = await start_container(spec, self._directory)
         if isinstance(started, StartFailed):
             message = f"failed to start container: {started.message}"
             self._event(WARNING, "Failed", f"Error: {message}")
@@ -174,14 +169,15 @@ class ContainerRunner:
                 self._event(WARNING, "FailedPostStartHook", f"PostStartHook failed: {problem}")
                 self.stop(self._grace(), f"Container {self._name} failed postStart hook")
                 return
-        if process.exited.done():
-            return
-        self._startup_passed = asyncio.Event()
-        kinds = [kind for kind in ProbeKind if kind.field in self._container]
-        for kind in kinds:
-            self._probes[kind] = asyncio.create_task(self._keep_probing(kind, process))
-        if ProbeKind.STARTUP not in kinds:
-            self._pass_startup()
+        if not process.exited.done():
+            self._prober = Prober(
+                self._services,
+                self._container,
+                process,
+                self._address.ip,
+                self._judge,
+                lambda message: self._event(WARNING, "Unhealthy", message),
+            )
 
     def _pull(self) -> Image | None:
         """Finds the image, or makes the container wait as a failed pull does."""
@@ -234,101 +230,18 @@ class ContainerRunner:
             retry_at=self._services.clock() + seconds,
         )
 
-    def _build_spec(
-        self, image: Image, directory: Path, attempt: int, etc_files: Sequence[BindMount]
-    ) -> ContainerSpec:
-        """Raises ConfigurationError for what cannot be resolved."""
-        pod, container = self._pod(), self._container
-        name = host_name(pod)
-        facts = self._services.facts(self._address.ip)
-        image_env = {"PATH": _DEFAULT_PATH, "HOME": "/tmp", "HOSTNAME": name, **image.env}
-        env = build_environment(pod, container, image_env, self._services.objects, facts)
-        argv = image.argv(
-            expand_all(container.get("command", ()), env),
-            expand_all(container.get("args", ()), env),
-        )
-        if not argv:
-            raise ConfigurationError(
-                f'no command specified: image "{container["image"]}" has no entrypoint'
-            )
-        self._termination_log = directory / "termination-log"
-        self._termination_log.touch()
-        self._termination_log.chmod(0o666)
-        target = container.get("terminationMessagePath", "/dev/termination-log")
-        mounts = (
-            *self._volumes.mounts(container, env),
-            *etc_files,
-            BindMount(str(self._termination_log), target),
-        )
-        limit = container.get("resources", {}).get("limits", {}).get("memory")
-        log_file = self._services.log_file(pod, self._name, attempt)
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        # As a kubelet keeps them: this attempt's and the one before.
-        for old in log_file.parent.glob("*.log"):
-            if int(old.stem) < attempt - 1:
-                old.unlink()
-        log_file.touch()
-        for part in ("root", "scratch"):
-            (directory / part).mkdir()
-        return ContainerSpec(
-            argv=argv,
-            env=env,
-            working_directory=container.get("workingDir") or image.working_directory,
-            host_name=name,
-            network_namespace=self._address.namespace,
-            root=str(directory / "root"),
-            scratch=str(directory / "scratch"),
-            log_file=str(log_file),
-            mounts=mounts,
-            writable=image.writable,
-            hidden=(str(self._services.directory),),
-            memory_limit=None if limit is None else parse_bytes(limit),
-            shared_memory=self._volumes.shared_memory(pod, container),
-        )
-
     # Probes ----------------------------------------------------------------------------------
 
-    async def _keep_probing(self, kind: ProbeKind, process: Container) -> None:
-        probe = self._container[kind.field]
-        schedule = ProbeSchedule.of(probe)
-        count = ProbeCount()
-        if kind is not ProbeKind.STARTUP:
-            await self._startup_passed.wait()
-        loop = asyncio.get_running_loop()
-        running_for = self._services.clock() - process.started_at
-        await asyncio.sleep(max(0.0, schedule.initial_delay - running_for))
-        while True:
-            began = loop.time()
-            result = await try_probe(
-                probe, self._container, self._address.ip, self._services.http, process.execute
-            )
-            if process.exited.done():
-                return
-            if not result.success:
-                message = f"{kind.title} probe failed: {result.message}"
-                self._event(WARNING, "Unhealthy", message)
-            before, count = count.verdict, count.add(result.success, schedule)
-            if count.verdict != before:
-                self._judge(kind, probe, bool(count.verdict))
-            if count.verdict is False and kind is not ProbeKind.READINESS:
-                return
-            if count.verdict and kind is ProbeKind.STARTUP:
-                return
-            await asyncio.sleep(max(0.0, began + schedule.period - loop.time()))
-
-    def _judge(self, kind: ProbeKind, probe: Json, healthy: bool) -> None:
+    def _judge(self, kind: ProbeKind, healthy: bool) -> None:
         if kind is ProbeKind.READINESS:
             self._change(ready=healthy)
-        elif not healthy:
+        elif healthy:
+            self._change(started=True)
+        else:
+            probe = self._container[kind.field]
             grace = float(probe.get("terminationGracePeriodSeconds", self._grace()))
             message = f"Container {self._name} failed {kind.value} probe, will be restarted"
             self.stop(grace, message)
-        elif kind is ProbeKind.STARTUP:
-            self._pass_startup()
-
-    def _pass_startup(self) -> None:
-        self._startup_passed.set()
-        self._change(started=True, ready=ProbeKind.READINESS not in self._probes)
 
     # End -------------------------------------------------------------------------------------
 
@@ -337,10 +250,8 @@ class ContainerRunner:
         if process is None or self._stop_by is None:
             return
         self._event(NORMAL, "Killing", message or f"Stopping container {self._name}")
-        for kind in (ProbeKind.STARTUP, ProbeKind.LIVENESS):
-            probe = self._probes.pop(kind, None)
-            if probe is not None:
-                probe.cancel()
+        if self._prober is not None:
+            self._prober.stop_killing()
         hook = self._container.get("lifecycle", {}).get("preStop")
         if hook is not None:
             await self._run_pre_stop(hook, process)
@@ -392,10 +303,9 @@ class ContainerRunner:
 
     async def _await_end(self, process: Container, container_id: str) -> None:
         ended = await asyncio.shield(process.exited)
-        for probe in self._probes.values():
-            probe.cancel()
-        self._probes.clear()
-        self._process = None
+        if self._prober is not None:
+            await self._prober.close()
+        self._prober = self._process = None
         self._stop_by = None
         state = self._read()
         self._change(
@@ -413,10 +323,7 @@ class ContainerRunner:
         )
 
     def _termination_message(self, ended: Exited, attempt: int) -> str:
-        text = ""
-        if self._termination_log is not None:
-            with self._termination_log.open("rb") as file:
-                text = file.read(_MAX_TERMINATION_MESSAGE).decode(errors="replace")
+        text = read_termination_message(self._directory)
         policy = self._container.get("terminationMessagePolicy")
         if not text and policy == "FallbackToLogsOnError" and ended.exit_code != 0:
             text = tail_text(self._services.log_file(self._pod(), self._name, attempt), 80, 2048)
@@ -440,10 +347,3 @@ def _reason(ended: Exited) -> str:
     if ended.out_of_memory:
         return "OOMKilled"
     return "Completed" if ended.exit_code == 0 else "Error"
-
-
-def _make_empty(directory: Path) -> None:
-    """What an earlier attempt left goes: a container starts from its image alone."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)

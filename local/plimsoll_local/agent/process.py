@@ -37,11 +37,14 @@ class Container:
         self.exited: asyncio.Future[Exited] = asyncio.get_running_loop().create_future()
         self._spec_file = spec_file
         self._pid = started.pid
-        self._pidfd = os.pidfd_open(started.pid)
+        self._pidfd: int | None = None
+        # A short program may have ended by now; its shim will say so.
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(started.pid)
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the first process; one that has just ended is no error."""
-        if not self.exited.done():
+        if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
@@ -63,13 +66,15 @@ class Container:
                 output, _ = await process.communicate()
         finally:
             if process.returncode is None:
-                process.kill()
+                process.terminate()
                 await process.wait()
         text = output[:_MAX_OUTPUT].decode(errors="replace")
         return ExecResult(process.returncode or 0, text)
 
     def finish(self, report: Exited) -> None:
-        os.close(self._pidfd)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         self.exited.set_result(report)
 
 

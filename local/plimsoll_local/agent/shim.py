@@ -216,6 +216,9 @@ def execute_in(spec: ContainerSpec, pid: int, argv: list[str]) -> int:
         _become_program(
             lambda: os.chdir(spec.working_directory), tuple(argv), dict(spec.env), failure_end
         )
+    # Ended early, the shim still has to reap the program: as a zombie nobody waits for it would
+    # keep the container's pid namespace, and so the container, from ending.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     os.close(failure_end)
     with os.fdopen(failure, "rb") as reader:
         reason = reader.read().decode(errors="replace")
