@@ -13,15 +13,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kopf
 from kubernetes.aio.client import ApiClient
 
 from plimsoll_operator import cluster as api
+from plimsoll_operator import handlers as _handlers  # noqa: F401 - registers them
 from plimsoll_operator.cluster import Cluster, Resource
+from plimsoll_operator.controller import Controller, Options
+from plimsoll_operator.engines import Engines
+from plimsoll_operator.observed import Credentials, Pod
+from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.values import (
+    EngineReading,
+    Limits,
+    LimitsOutcome,
+    OutcomeKind,
+    Unknown,
+)
 
 Json = dict[str, Any]
 
@@ -234,3 +247,71 @@ async def until(holds: Callable[[], Awaitable[bool]], within: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
         await asyncio.sleep(0.1)
+
+
+class ScriptedEngines:
+    """Engines that report what a test says and take every limit; for an operator in this process.
+
+    ``report`` holds fields of EngineReading by name; counters may be functions of the time.
+    """
+
+    def __init__(self, **report: Any) -> None:
+        self.report: Json = report
+        self.limits = Limits()
+        self.revision = 0
+
+    async def read(
+        self, deployment: Deployment, pods: Iterable[Pod]
+    ) -> dict[str, EngineReading | Unknown]:
+        now = time.time()
+        known: Json = {
+            "kv_cache_usage": 0.1,
+            "running": 0,
+            "waiting": 0,
+            "preemptions_total": 0.0,
+            "started_at": 1.0,
+            "max_model_len_admitted": self.limits.max_model_len or deployment.ceiling,
+            "max_model_len_ceiling": deployment.ceiling,
+            "gpu_memory_utilization": self.limits.gpu_memory_utilization,
+            "limits_revision": self.revision,
+            "block_size": 16,
+            **self.report,
+        }
+        values = {key: value(now) if callable(value) else value for key, value in known.items()}
+        return {pod.name: EngineReading(pod=pod.name, at=now, **values) for pod in pods}
+
+    async def set_limits(
+        self, pods: Iterable[Pod], credentials: Credentials, revision: int, limits: Limits
+    ) -> dict[str, LimitsOutcome]:
+        self.limits, self.revision = limits, revision
+        return {
+            pod.name: LimitsOutcome(OutcomeKind.APPLIED, pod.name, revision, effective=limits)
+            for pod in pods
+        }
+
+
+@contextlib.asynccontextmanager
+async def operator_in_process(server: ApiServer, engines: Engines) -> AsyncIterator[None]:
+    """The same handlers and passes as `python -m plimsoll_operator`, with other engines."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    before = os.environ.get("KUBECONFIG")
+    os.environ["KUBECONFIG"] = os.fspath(server.kubeconfig)
+    task = asyncio.create_task(
+        kopf.operator(
+            memo=Controller(Options(), engines),
+            standalone=True,
+            namespaces=[server.namespace],
+            stop_flag=stop,
+            ready_flag=ready,
+        )
+    )
+    try:
+        await asyncio.wait_for(ready.wait(), 30)
+        yield
+    finally:
+        stop.set()
+        await task
+        if before is None:
+            del os.environ["KUBECONFIG"]
+        else:
+            os.environ["KUBECONFIG"] = before
