@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,10 @@ def local_cluster() -> Iterator[LocalCluster]:
     from plimsoll_local.cluster import Cluster
 
     binaries = ensure_binaries()
-    cluster = Cluster.up(f"test-{os.getpid()}")
+    with warnings.catch_warnings():
+        # The supervisor is meant to run on when the call that started it has returned.
+        warnings.simplefilter("ignore", ResourceWarning)
+        cluster = Cluster.up(f"test-{os.getpid()}")
     try:
         yield LocalCluster(cluster, binaries.kubectl)
     finally:

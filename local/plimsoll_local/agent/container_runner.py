@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from plimsoll_local.agent.api import Json
@@ -25,6 +25,7 @@ from plimsoll_local.agent.prober import Prober
 from plimsoll_local.agent.probes import ProbeKind
 from plimsoll_local.agent.process import Container, start_container
 from plimsoll_local.agent.state import ContainerState, Running, Terminated, Waiting
+from plimsoll_local.agent.tasks import Tasks
 from plimsoll_local.agent.volumes import PodVolumes
 
 # A kubelet never kills without at least this long to end.
@@ -58,13 +59,13 @@ class ContainerRunner:
         self._directory = services.pod_directory(pod()) / "containers" / self._name
         self._stop_by: float | None = None
         self._stop_sooner = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(f"container {pod()['metadata']['name']}/{self._name}")
 
     def start(self, address: PodAddress, etc_files: Sequence[BindMount]) -> None:
         """Begins one attempt; the result shows in the state."""
         self._address = address
         self._change(starting=True)
-        self._spawn(self._start(etc_files))
+        self._tasks.spawn(self._start(etc_files))
 
     def stop(self, grace: float, message: str) -> None:
         """Asks the container to end within ``grace`` seconds. Asked again it can only get less."""
@@ -77,7 +78,7 @@ class ContainerRunner:
         self._stop_by = stop_by
         self._stop_sooner.clear()
         self._change(stopping=True)
-        self._spawn(self._stop(message))
+        self._tasks.spawn(self._stop(message))
 
     async def close(self) -> None:
         """Ends all work at once, the process included."""
@@ -85,9 +86,7 @@ class ContainerRunner:
             self._process.signal(signal.SIGKILL)
         if self._prober is not None:
             await self._prober.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     # Start -----------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class ContainerRunner:
         self._stop_by = None
         running = Running(started.started_at)
         self._update(replace(fresh, state=running, starting=False))
-        self._spawn(self._await_end(started, container_id))
+        self._tasks.spawn(self._await_end(started, container_id))
         await self._after_start(started)
 
     async def _after_start(self, process: Container) -> None:
@@ -205,7 +204,7 @@ class ContainerRunner:
         self._event(WARNING, "Failed", f'Failed to pull image "{reference}": {problem}')
         self._event(WARNING, "Failed", "Error: ErrImagePull")
         self._change(state=Waiting("ErrImagePull", problem))
-        self._spawn(self._show_pull_back_off(reference, problem, retry_at))
+        self._tasks.spawn(self._show_pull_back_off(reference, problem, retry_at))
         return None
 
     async def _show_pull_back_off(self, reference: str, problem: str, retry_at: float) -> None:
@@ -336,11 +335,6 @@ class ContainerRunner:
 
     def _event(self, kind: str, reason: str, message: str) -> None:
         self._services.events.record(self._pod(), kind, reason, message, self._container)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _reason(ended: Exited) -> str:

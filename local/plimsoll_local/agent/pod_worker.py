@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kubernetes.aio.client.exceptions import ApiException
@@ -42,6 +42,7 @@ from plimsoll_local.agent.state import (
     observe_new,
 )
 from plimsoll_local.agent.status import build_status
+from plimsoll_local.agent.tasks import Tasks
 from plimsoll_local.agent.unsupported import ignored_fields
 from plimsoll_local.agent.volumes import PodVolumes, VolumeError
 from plimsoll_local.network import AddressesExhausted
@@ -72,7 +73,7 @@ class PodWorker:
             for name, container in PodContainers.of(pod).by_name.items()
         }
         self._published: Json | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(f"pod {pod['metadata']['namespace']}/{pod['metadata']['name']}")
         self._refresh_at: float | None = None
         self._refreshing = asyncio.Lock()
         self._gone = False
@@ -85,7 +86,7 @@ class PodWorker:
         )
         self.pod = pod
         if relabelled and self.observed.sandbox:
-            self._spawn(self._refresh_content())
+            self._tasks.spawn(self._refresh_content())
         self._wake.set()
 
     def vanish(self) -> None:
@@ -97,7 +98,7 @@ class PodWorker:
     def content_changed(self) -> None:
         """A Secret or ConfigMap the pod names has changed."""
         if self.observed.sandbox:
-            self._spawn(self._refresh_content())
+            self._tasks.spawn(self._refresh_content())
         self.observed = replace(self.observed, retry_at=None)
         for name, state in self.observed.containers.items():
             if isinstance(state.state, Waiting) and state.state.reason.endswith("ConfigError"):
@@ -134,7 +135,7 @@ class PodWorker:
                     await asyncio.wait_for(self._wake.wait(), wait)
                 if self._refresh_at is not None and self._services.clock() >= self._refresh_at:
                     self._refresh_at = None
-                    self._spawn(self._refresh_content())
+                    self._tasks.spawn(self._refresh_content())
         finally:
             await self._close()
 
@@ -156,7 +157,7 @@ class PodWorker:
         match action:
             case PrepareSandbox():
                 self.observed = replace(self.observed, preparing=True)
-                self._spawn(self._prepare())
+                self._tasks.spawn(self._prepare())
             case StartContainer(name):
                 self._runners[name].start(self._address, self._etc_files())
             case BackOffContainer(name, until, delay):
@@ -278,9 +279,9 @@ class PodWorker:
         if self._gone:
             return
         now = self._services.clock()
-        # What happens to a container while the patch is on its way belongs into the next one.
-        observed = self.observed
-        status = build_status(self.pod, observed, self._services.host_ip, now)
+        # What happens to the pod while the patch is on its way belongs into the next one.
+        pod, observed = self.pod, self.observed
+        status = build_status(pod, observed, self._services.host_ip, now)
         if status == self._published:
             return
         body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": status}
@@ -298,7 +299,8 @@ class PodWorker:
             self._wake_later()
         else:
             self.pod = {**self.pod, "status": answer["status"]}
-            self._published = build_status(self.pod, observed, self._services.host_ip, now)
+            known = {**pod, "status": answer["status"]}
+            self._published = build_status(known, observed, self._services.host_ip, now)
 
     async def _remove(self) -> bool:
         """Frees everything and deletes the API object; False when that must be tried again."""
@@ -328,15 +330,8 @@ class PodWorker:
     def _wake_later(self) -> None:
         asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._wake.set)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await asyncio.gather(*(runner.close() for runner in self._runners.values()))
         if self._networked:
             self._release()
