@@ -84,6 +84,9 @@ async def serve_outside(path: Path, target: str, listener: socket.socket) -> asy
         except OSError:
             # Nobody listens inside: the client sees a closed connection, as with a dead server.
             pass
+        except asyncio.CancelledError:
+            # The server ends with this connection open. Passed on, asyncio 3.11 prints it as an error.
+            pass
         finally:
             writer.close()
 
@@ -94,6 +97,7 @@ def listen_on_loopback(port: int = 0) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
+    listener.listen()
     return listener
 
 
@@ -102,22 +106,30 @@ def forward(path: Path, target: str, port: int = 0) -> Iterator[int]:
     """A loopback port of this process that leads to ``target`` inside, served by a thread."""
     listener = listen_on_loopback(port)
     loop = asyncio.new_event_loop()
+    serving = threading.Event()
+
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        server = await serve_outside(path, target, listener)
+        serving.set()
+        await stop.wait()
+        # Not waiting for open connections, which may last for ever: they are ended here.
+        server.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def run() -> None:
-        asyncio.set_event_loop(loop)
-        server = loop.run_until_complete(serve_outside(path, target, listener))
-        loop.run_forever()
-        server.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.close()
+        with contextlib.closing(loop):
+            loop.run_until_complete(serve())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    serving.wait()
     try:
         yield int(listener.getsockname()[1])
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
