@@ -1,0 +1,284 @@
+"""EngineControl over a real gRPC channel: who may call, and what limits and reports say."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from plimsoll_engine.config import ConfigError
+from plimsoll_engine.control.credentials import ControlCredentials, read_credentials
+from plimsoll_engine.control.reports import EngineIdentity
+from plimsoll_engine.control.server import SERVICE_NAME, ControlServer
+from plimsoll_engine.executor import StepBatch
+from plimsoll_wire import engine_control_pb2 as wire
+from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
+from support.api_server import ApiServer, api_server, repeat
+
+IDENTITY = EngineIdentity("0.1.0", "m", "cpu", 1)
+TOKEN = [("authorization", "Bearer open-sesame")]
+TIMEOUT = 20
+
+
+@dataclass(frozen=True)
+class Certificate:
+    certificate: bytes
+    key: bytes
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    """Self-signed, for the loopback address."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "engine")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Certificate(
+        signed.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
+
+
+@contextmanager
+def control_of(
+    server: ApiServer, credentials: ControlCredentials | None = None
+) -> Iterator[ControlServer]:
+    control = ControlServer(server.core, IDENTITY, port=0, credentials=credentials)
+    control.start()
+    try:
+        yield control
+    finally:
+        control.stop()
+
+
+def stub_on(channel: grpc.Channel, kind: Any = wire_grpc.EngineControlStub) -> Any:
+    """Generated stubs have no types of their own."""
+    return kind(channel)
+
+
+@contextmanager
+def stub_of(control: ControlServer) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{control.port}") as channel:
+        yield stub_on(channel)
+
+
+def test_the_report_tells_plan_use_and_limits() -> None:
+    with (
+        api_server(max_num_seqs=32) as server,
+        control_of(server) as control,
+        stub_of(control) as stub,
+    ):
+        report = stub.GetMemoryReport(wire.GetMemoryReportRequest(), timeout=TIMEOUT)
+    assert (report.model, report.device, report.dtype) == ("m", "cpu", "float32")
+    assert (report.engine_version, report.tensor_parallel_size) == ("0.1.0", 1)
+    names = [each.name for each in report.classes]
+    assert names == ["weights", "activations", "runtime", "kv_cache"]
+    assert all(each.planned_bytes > 0 for each in report.classes)
+    assert report.device_total_bytes > report.device_free_bytes > 0
+    assert (report.usable_blocks, report.used_blocks, report.block_size) == (160, 0, 16)
+    assert (report.max_model_len_ceiling, report.model_max_len) == (2048, 8192)
+    assert report.largest_prompt_admissible == 2047
+    assert report.limits.max_model_len == 2048
+    assert report.limits.max_num_seqs == 32
+    assert report.limits.gpu_memory_utilization == pytest.approx(0.9)
+    assert (report.limits_revision, report.limits_outcome) == (0, wire.APPLIED)
+
+
+def set_limits(stub: Any, revision: int, limits: wire.Limits) -> wire.SetLimitsResponse:
+    request = wire.SetLimitsRequest(revision=revision, limits=limits)
+    response: wire.SetLimitsResponse = stub.SetLimits(request, timeout=TIMEOUT)
+    return response
+
+
+def test_a_lowered_length_answers_429_and_keeps_what_was_accepted() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def before_step(batch: StepBatch) -> None:
+        # Decoding: the limits below move between two such steps.
+        if batch.chunks[0].start == 20:
+            begun.set()
+            gate.wait(TIMEOUT)
+
+    body = {"model": "m", "prompt": "x" * 20, "max_tokens": 100, "stream": True}
+    with (
+        api_server(repeat("ab"), before_step=before_step) as server,
+        control_of(server) as control,
+        stub_of(control) as stub,
+        server.client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        assert begun.wait(TIMEOUT)
+        request = wire.SetLimitsRequest(revision=7, limits=wire.Limits(max_model_len=100))
+        pending = stub.SetLimits.future(request, timeout=TIMEOUT)
+        gate.set()
+        response = pending.result()
+        assert (response.outcome, response.revision) == (wire.APPLIED, 7)
+        assert response.effective.max_model_len == 100
+        assert response.effective.gpu_memory_utilization == pytest.approx(0.9)
+
+        refused = server.post("/v1/completions", model="m", prompt="x" * 20, max_tokens=100)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        # The ceiling, and what is refused for ever, stay.
+        assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 2048
+        too_long = server.post("/v1/completions", model="m", prompt="x", max_tokens=3000)
+        assert too_long.status_code == 400
+
+        stream.read()
+        assert '"finish_reason":"length"' in stream.text
+        values = server.metrics()
+        assert values["plimsoll:max_model_len_admitted"] == 100
+        assert values["plimsoll:limits_revision"] == 7
+        rejected = 'plimsoll:requests_rejected_total{reason="over_admitted_length"}'
+        assert values[rejected] == 1
+
+
+def test_a_chat_without_max_tokens_fits_into_the_admitted_length() -> None:
+    with api_server(repeat("ab")) as server, control_of(server) as control:
+        with stub_of(control) as stub:
+            set_limits(stub, 1, wire.Limits(max_model_len=64))
+        answer = server.post(
+            "/v1/chat/completions", model="m", messages=[{"role": "u", "content": "x"}]
+        )
+        assert answer.json()["usage"]["total_tokens"] == 64
+
+
+def test_bad_limits_are_rejected_with_a_reason() -> None:
+    with api_server() as server, control_of(server) as control, stub_of(control) as stub:
+        response = set_limits(stub, 1, wire.Limits(max_model_len=4096))
+        assert response.outcome == wire.REJECTED
+        assert "4096" in response.reason
+        assert "2048" in response.reason
+        assert response.effective.max_model_len == 2048
+        assert set_limits(stub, 5, wire.Limits(max_num_seqs=8)).outcome == wire.APPLIED
+        stale = set_limits(stub, 4, wire.Limits(max_num_seqs=4))
+        assert (stale.outcome, stale.revision) == (wire.REJECTED, 5)
+        assert stale.effective.max_num_seqs == 8
+
+
+def test_watch_tells_the_state_at_once_and_after_a_change() -> None:
+    with api_server() as server, control_of(server) as control, stub_of(control) as stub:
+        reports = stub.WatchState(wire.WatchStateRequest(), timeout=TIMEOUT)
+        assert next(reports).limits.max_model_len == 2048
+        set_limits(stub, 1, wire.Limits(max_model_len=512))
+        assert next(report.limits.max_model_len for report in reports) == 512
+        reports.cancel()
+
+
+def test_drain_refuses_new_requests_and_tells_what_is_left() -> None:
+    with api_server() as server, control_of(server) as control, stub_of(control) as stub:
+        with pytest.raises(grpc.RpcError, match="timeout_seconds: -1"):
+            stub.Drain(wire.DrainRequest(timeout_seconds=-1), timeout=TIMEOUT)
+        response = stub.Drain(wire.DrainRequest(timeout_seconds=5), timeout=TIMEOUT)
+        assert (response.drained, response.running, response.waiting) == (True, 0, 0)
+        refused = server.post("/v1/completions", model="m", prompt="x")
+        assert refused.status_code == 503
+
+
+def test_tls_and_the_token_guard_everything_but_health(certificate: Certificate) -> None:
+    credentials = ControlCredentials(certificate.certificate, certificate.key, "open-sesame")
+    trusted = grpc.ssl_channel_credentials(certificate.certificate)
+    with (
+        api_server() as server,
+        control_of(server, credentials) as control,
+        grpc.secure_channel(f"127.0.0.1:{control.port}", trusted) as channel,
+    ):
+        stub = stub_on(channel)
+        ask = wire.GetMemoryReportRequest()
+        for metadata in ([], [("authorization", "Bearer wrong")]):
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.GetMemoryReport(ask, timeout=TIMEOUT, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            # A stream is refused as well.
+            with pytest.raises(grpc.RpcError) as refused:
+                next(stub.WatchState(wire.WatchStateRequest(), metadata=metadata, timeout=TIMEOUT))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert stub.GetMemoryReport(ask, timeout=TIMEOUT, metadata=TOKEN).model == "m"
+
+        health = stub_on(channel, health_pb2_grpc.HealthStub)
+        for service in ("", SERVICE_NAME):
+            check = health_pb2.HealthCheckRequest(service=service)
+            status = health.Check(check, timeout=TIMEOUT).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+        control.set_serving(False)
+        status = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT).status
+        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+        with grpc.insecure_channel(f"127.0.0.1:{control.port}") as plain:
+            with pytest.raises(grpc.RpcError) as refused:
+                stub_on(plain).GetMemoryReport(ask, timeout=TIMEOUT)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_reflection_lists_the_service() -> None:
+    with (
+        api_server() as server,
+        control_of(server) as control,
+        grpc.insecure_channel(f"127.0.0.1:{control.port}") as channel,
+    ):
+        stub = stub_on(channel, reflection_pb2_grpc.ServerReflectionStub)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=TIMEOUT)
+    names = [each.name for each in answer.list_services_response.service]
+    assert SERVICE_NAME == "plimsoll.v1.EngineControl"
+    assert SERVICE_NAME in names
+
+
+def test_without_credentials_only_the_loopback_address_listens() -> None:
+    with api_server() as server, control_of(server) as control, socket.socket() as probe:
+        # Another address of this machine is free: nobody listens on all of them.
+        probe.bind(("127.0.0.2", control.port))
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with (
+        api_server() as server,
+        control_of(server) as control,
+        pytest.raises(ConfigError, match=f"--control-port.*{control.port}"),
+    ):
+        ControlServer(server.core, IDENTITY, port=control.port, credentials=None)
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "token"])
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_missing_or_empty_file_of_the_secret_is_named(
+    tmp_path: Path, missing: str, empty: bool
+) -> None:
+    for name in ("tls.crt", "tls.key", "token"):
+        (tmp_path / name).write_text("something\n")
+    assert read_credentials(tmp_path).token == "something"
+    if empty:
+        (tmp_path / missing).write_text("\n")
+    else:
+        (tmp_path / missing).unlink()
+    with pytest.raises(ConfigError, match=missing):
+        read_credentials(tmp_path)
