@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -445,6 +448,40 @@ def test_a_settled_pod_is_not_written_again(local_namespace: LocalNamespace) -> 
     found = local_namespace.pod("calm")
     assert found is not None
     assert found["metadata"]["resourceVersion"] == before
+
+
+def test_a_killed_agent_leaves_nothing_and_its_successor_goes_on(
+    local_namespace: LocalNamespace,
+) -> None:
+    marker = "86397"
+    local_namespace.apply(pod("held", shell(f"echo up; exec sleep {marker}")))
+    local_namespace.wait_for_log("held", "up")
+
+    def find(*words: str) -> list[int]:
+        """Processes with these words in this order at the end of the interpreter's arguments."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                arguments = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if "\0".join(words) in "\0".join(arguments):
+                found.append(int(entry.name))
+        return found
+
+    kubeconfig = local_namespace.cluster.cluster.directory / "controlplane" / "kubeconfig"
+    (agent,) = find("plimsoll_local.agent", "--kubeconfig", str(kubeconfig))
+    (held,) = find("sleep", marker)
+    os.kill(agent, signal.SIGKILL)
+    local_namespace.cluster.wait_for(
+        lambda: held not in find("sleep", marker), "its container's end"
+    )
+    status = local_namespace.wait_for_container(
+        "held", lambda c: c["restartCount"] == 1 and c["ready"], "to run again"
+    )
+    last = status["lastState"]["terminated"]
+    assert (last["reason"], last["exitCode"]) == ("Unknown", 255)
+    local_namespace.wait_for_log("held", "up")
 
 
 def test_the_node_is_ready_and_alive(local_cluster: LocalCluster) -> None:

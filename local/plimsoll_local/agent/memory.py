@@ -22,8 +22,10 @@ MEBIBYTE = 1 << 20
 ALLOCATION_RATE = 4096 * MEBIBYTE
 MIN_INTERVAL = 0.010
 MAX_INTERVAL = 0.100
-# How long the pages found to be counted twice may be taken off without counting exactly again.
-CORRECTION_LIFETIME = 1.0
+# How long the pages found to be counted twice may be taken off without counting exactly again:
+# so long that exact counting takes at most a twentieth of the time, and never less than this.
+MIN_CORRECTION_LIFETIME = 0.05
+CORRECTION_COST_FACTOR = 20
 
 
 def poll_interval(used: int, limit: int) -> float:
@@ -59,20 +61,23 @@ class MemoryMeter:
         self._shared_memory = [os.open(path, os.O_RDONLY) for path in shared_memory]
         self._clock = clock
         self._counted_twice = 0
-        self._counted_at = float("-inf")
+        self._count_again_at = float("-inf")
 
     def used(self, limit: int) -> int:
-        """Bytes in use now; exact when that matters for ``limit``, never less than is in use by
-        more than what a process of several can unshare in a second."""
+        """Bytes in use now; exact when that matters for ``limit``. Too little, for a moment, only
+        while processes that were forked make shared pages their own."""
         anonymous, shared, processes = self._quick_sum()
         if processes < 2 or anonymous + shared <= limit:
             return anonymous + shared
-        now = self._clock()
+        began = self._clock()
         estimate = anonymous + shared - self._counted_twice
-        if estimate > limit or now - self._counted_at > CORRECTION_LIFETIME:
+        if estimate > limit or began >= self._count_again_at:
             exact = self._exact_sum()
+            ended = self._clock()
             self._counted_twice = anonymous + shared - exact
-            self._counted_at = now
+            self._count_again_at = ended + max(
+                MIN_CORRECTION_LIFETIME, CORRECTION_COST_FACTOR * (ended - began)
+            )
             estimate = exact
         return estimate
 
