@@ -8,8 +8,10 @@ what is installed in the cluster.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -19,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,17 @@ import yaml
 
 from plimsoll_local import __version__, relay
 from plimsoll_local.binaries import cache_home, ensure_binaries
+from plimsoll_local.layout import (
+    IMAGES,
+    KUBECONFIG,
+    NAMESPACE_RECORD,
+    NODE_NAME,
+    RELAY_SOCKET,
+    SUPERVISOR_LOG,
+    SUPERVISOR_RECORD,
+)
 from plimsoll_local.namespace import check_available
-from plimsoll_local.processes import read_tail
-from plimsoll_local.supervisor import NODE_NAME, RELAY_SOCKET
+from plimsoll_local.processes import read_state, read_tail, tied_to
 
 READY_DEADLINE_S = 120.0
 DOWN_DEADLINE_S = 20.0
@@ -43,6 +53,8 @@ class ClusterError(Exception):
 class Cluster:
     name: str
     directory: Path
+    # Kept by the process that started it, to collect its status in the end.
+    _supervisor: subprocess.Popen[bytes] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def find(cls, name: str = "plimsoll") -> Cluster:
@@ -54,53 +66,30 @@ class Cluster:
         name: str = "plimsoll",
         report: Callable[[str], None] = lambda line: print(line, flush=True),
         images: dict[str, Any] | None = None,
+        tied: bool = False,
     ) -> Cluster:
         """Starts a cluster and returns when its node is Ready.
 
-        ``images`` adds to the images that pods may name (agent/images.py).
+        ``images`` adds to the images that pods may name (agent/images.py). A ``tied`` cluster ends
+        with the calling thread, however that ends; otherwise it stays until ``down``.
         Raises ClusterError, binaries.MissingTool or namespace.NamespacesUnavailable.
         """
         cluster = cls.find(name)
-        if cluster.running:
-            raise ClusterError(
-                f"cluster {name!r} is up already; `plimsoll-local down --name {name}` ends it"
-            )
-        if len(str(cluster.directory / RELAY_SOCKET)) > relay.MAX_SOCKET_PATH:
-            raise ClusterError(
-                f"the folder {cluster.directory} has too long a name for a unix socket; set "
-                "PLIMSOLL_HOME to a shorter one"
-            )
+        cluster._check_name()
         check_available()
         ensure_binaries(report)
-        cluster.down()
-        cluster.directory.mkdir(parents=True)
-        (cluster.directory / "images.json").write_text(
-            json.dumps({**build_images(), **(images or {})}, indent=2)
-        )
-        with (cluster.directory / "supervisor.log").open("wb") as output:
-            supervisor = subprocess.Popen(
-                [
-                    sys.executable, "-m", "plimsoll_local.supervisor",
-                    "--state", str(cluster.directory),
-                ],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-        (cluster.directory / "supervisor.json").write_text(
-            json.dumps({"pid": supervisor.pid, "started": _start_time(supervisor.pid)})
-        )
-        try:
-            cluster._wait_ready(supervisor, report)
-        except BaseException:
-            evidence = read_tail(cluster.directory / "supervisor.log", 40)
-            cluster.down()
-            print(evidence, file=sys.stderr)
-            raise
-        return cluster
+        with cluster._locked():
+            if cluster.running:
+                raise ClusterError(
+                    f"cluster {name!r} is up already; `plimsoll-local down --name {name}` ends it"
+                )
+            cluster._end()
+            supervisor = cluster._start(report, {**build_images(), **(images or {})}, tied)
+        return cls(name, cluster.directory, supervisor)
 
     @property
     def kubeconfig_path(self) -> Path:
-        return self.directory / "kubeconfig"
+        return self.directory / KUBECONFIG
 
     @property
     def running(self) -> bool:
@@ -111,30 +100,27 @@ class Cluster:
 
         Raises ClusterError when a process is left that cannot be ended.
         """
-        pid = self._supervisor_pid()
-        if pid is not None:
-            _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + DOWN_DEADLINE_S
-        while left := self.processes():
-            if time.monotonic() > deadline:
-                raise ClusterError(f"processes of cluster {self.name!r} do not end: {left}")
-            if time.monotonic() > deadline - DOWN_DEADLINE_S / 2:
-                for process in left:
-                    _signal(process, signal.SIGKILL)
-            time.sleep(0.05)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory.exists():
+            with self._locked():
+                self._end()
 
     def processes(self) -> list[int]:
         """Every process of this cluster, as seen from outside its namespace."""
-        pid = self._supervisor_pid()
-        found = [] if pid is None else [pid]
-        record = self.directory / "namespace"
-        if record.exists():
-            namespace = record.read_text()
-            for entry in Path("/proc").iterdir():
-                if entry.name.isdigit() and _in_namespace(entry, namespace):
-                    found.append(int(entry.name))
-        return found
+        supervisor = self._supervisor_pid()
+        outside = [] if supervisor is None else [supervisor]
+        try:
+            record = json.loads((self.directory / NAMESPACE_RECORD).read_text())
+        except FileNotFoundError:
+            return outside
+        inside = {
+            pid: started
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit()
+            and _in_namespace(entry, record["name"])
+            and (started := _start_time(pid := int(entry.name))) is not None
+        }
+        # The kernel gives a name away again, so it counts only with the pid 1 that it had.
+        return outside + (list(inside) if record["started"] in inside.values() else [])
 
     @contextlib.contextmanager
     def proxy(self, namespace: str, service: str, port: int, local: int = 0) -> Iterator[str]:
@@ -181,6 +167,71 @@ class Cluster:
         except OSError as error:
             raise ClusterError(f"the API server does not answer: {error}") from error
 
+    def _check_name(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", self.name):
+            raise ClusterError(
+                f"{self.name!r} is no name for a cluster: small letters, digits, '-' and '.' are"
+            )
+        if len(str(self.directory / RELAY_SOCKET)) > relay.MAX_SOCKET_PATH:
+            raise ClusterError(
+                f"the folder {self.directory} has too long a name for a unix socket; set "
+                "PLIMSOLL_HOME to a shorter one"
+            )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One ``up`` or ``down`` of a name at a time; the lock file stays beside the folder."""
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        with (self.directory.parent / f".{self.name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _start(
+        self, report: Callable[[str], None], images: dict[str, Any], tied: bool
+    ) -> subprocess.Popen[bytes]:
+        self.directory.mkdir(parents=True)
+        (self.directory / IMAGES).write_text(json.dumps(images, indent=2))
+        with (self.directory / SUPERVISOR_LOG).open("wb") as output:
+            supervisor = subprocess.Popen(
+                [
+                    sys.executable, "-m", "plimsoll_local.supervisor",
+                    "--state", str(self.directory),
+                ],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=tied_to(os.getpid()) if tied else None,  # noqa: PLW1509 - one system call
+            )  # fmt: skip
+        try:
+            (self.directory / SUPERVISOR_RECORD).write_text(
+                json.dumps({"pid": supervisor.pid, "started": _start_time(supervisor.pid)})
+            )
+            self._wait_ready(supervisor, report)
+        except BaseException:
+            evidence = read_tail(self.directory / SUPERVISOR_LOG, 40)
+            supervisor.terminate()
+            supervisor.wait()
+            self._end()
+            print(evidence, file=sys.stderr)
+            raise
+        return supervisor
+
+    def _end(self) -> None:
+        pid = self._supervisor_pid()
+        if pid is not None:
+            _signal(pid, signal.SIGTERM)
+        started = time.monotonic()
+        while left := self.processes():
+            waited = time.monotonic() - started
+            if waited > DOWN_DEADLINE_S:
+                raise ClusterError(f"processes of cluster {self.name!r} do not end: {left}")
+            if waited > DOWN_DEADLINE_S / 2:
+                for process in left:
+                    _signal(process, signal.SIGKILL)
+            time.sleep(0.05)
+        if self._supervisor is not None:
+            self._supervisor.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def _wait_ready(
         self, supervisor: subprocess.Popen[bytes], report: Callable[[str], None]
     ) -> None:
@@ -205,11 +256,11 @@ class Cluster:
 
     def _supervisor_pid(self) -> int | None:
         """The supervisor, if the recorded process is still the one that was started."""
-        record = self.directory / "supervisor.json"
-        if not record.exists():
+        try:
+            document = json.loads((self.directory / SUPERVISOR_RECORD).read_text())
+            pid = int(document["pid"])
+        except (FileNotFoundError, ValueError):
             return None
-        document = json.loads(record.read_text())
-        pid = int(document["pid"])
         return pid if _start_time(pid) == document["started"] else None
 
 
@@ -245,21 +296,21 @@ def _is_ready(node: Any) -> bool:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which a process started (proc(5), field 22); None if it is gone
-    or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
+    """None if it is gone or a zombie."""
+    with contextlib.suppress(OSError):
+        state, started = read_state(pid)
+        return None if state == "Z" else started
+    return None
 
 
 def _in_namespace(entry: Path, namespace: str) -> bool:
-    try:
-        inside = os.readlink(entry / "ns" / "pid") == namespace
-        return inside and _start_time(int(entry.name)) is not None
-    except OSError:
-        return False
+    """Whether a process is in the pid namespace, or is the one whose children are."""
+    with contextlib.suppress(OSError):
+        return namespace in (
+            os.readlink(entry / "ns" / "pid"),
+            os.readlink(entry / "ns" / "pid_for_children"),
+        )
+    return False
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -103,10 +103,23 @@ class ControlPlane:
 
     def start(self) -> None:
         """Raises ControlPlaneFailed, with everything stopped again."""
+        self.launch()
+        self.complete()
+
+    def launch(self) -> None:
+        """Starts etcd and the API server and writes the kubeconfig, without waiting."""
         try:
             self._prepare()
             self._start_etcd()
             self._start_api_server()
+        except BaseException:
+            self.stop()
+            raise
+
+    def complete(self) -> None:
+        """Waits for the API server and starts the rest. Raises as ``start`` does."""
+        try:
+            self._wait_ready()
             if Component.CONTROLLER_MANAGER in self._components:
                 self._start_controller_manager()
             if Component.SCHEDULER in self._components:
@@ -187,7 +200,6 @@ class ControlPlane:
             "--kubelet-preferred-address-types=InternalIP,Hostname",
         )
         # `--kubelet-certificate-authority` is left out: the node agent's certificate is its own.
-        self._wait_ready()
 
     def _start_controller_manager(self) -> None:
         self._start(

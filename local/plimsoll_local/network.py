@@ -17,9 +17,10 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
+from plimsoll_local.layout import NODE_ADDRESS
+
 BRIDGE = "pbr0"
 POD_CIDR = ipaddress.IPv4Network("10.244.0.0/16")
-NODE_ADDRESS = "10.244.0.1"
 
 _CLONE_NEWNET = 0x40000000
 _MS_BIND = 4096
@@ -80,13 +81,11 @@ class PodNetwork:
             if known is not None:
                 return known
             pod = PodNetns(self._folder / pod_uid, self._allocate())
-            _in_thread(lambda: _create_namespace(pod.path))
-            descriptor = os.open(pod.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _plug(descriptor, host_interface=f"v{int(pod.ip.split('.')[-1]):03d}{pod_uid[:8]}")
-                _in_thread(lambda: _configure(descriptor, pod.ip))
-            finally:
-                os.close(descriptor)
+                _connect(pod)
+            except BaseException:
+                _discard(pod)
+                raise
             self._pods[pod_uid] = pod
             return pod
 
@@ -96,8 +95,7 @@ class PodNetwork:
             pod = self._pods.pop(pod_uid, None)
             if pod is None:
                 return
-            _libc.umount2(os.fsencode(pod.path), _MNT_DETACH)
-            pod.path.unlink(missing_ok=True)
+            _discard(pod)
 
     def _allocate(self) -> str:
         used = {pod.ip for pod in self._pods.values()}
@@ -109,6 +107,22 @@ class PodNetwork:
             if address not in used:
                 return address
         raise AddressesExhausted(f"all {len(used)} addresses of {POD_CIDR} are in use")
+
+
+def _connect(pod: PodNetns) -> None:
+    _in_thread(lambda: _create_namespace(pod.path))
+    descriptor = os.open(pod.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Names of interfaces have at most 15 characters; the whole address is told apart by 8.
+        _plug(descriptor, host_interface=f"v{int(ipaddress.IPv4Address(pod.ip)):08x}")
+        _in_thread(lambda: _configure(descriptor, pod.ip))
+    finally:
+        os.close(descriptor)
+
+
+def _discard(pod: PodNetns) -> None:
+    _libc.umount2(os.fsencode(pod.path), _MNT_DETACH)
+    pod.path.unlink(missing_ok=True)
 
 
 def _create_namespace(path: Path) -> None:

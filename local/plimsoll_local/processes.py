@@ -68,3 +68,10 @@ def read_tail(log: Path, lines: int = 15) -> str:
     if not log.exists():
         return "(no log)"
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def read_state(pid: int) -> tuple[str, int]:
+    """State letter and start in clock ticks since boot (proc(5), fields 3 and 22), which name a
+    process together with its pid. Raises OSError when there is no such process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])

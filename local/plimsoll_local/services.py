@@ -7,17 +7,17 @@ supported. What should listen where is a pure function (:func:`plan_routes`).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import aiohttp
-from kubernetes.aio import client, watch
-
+from plimsoll_local.agent.api import Api, Informer
 from plimsoll_local.network import add_local_address, remove_local_address
 from plimsoll_local.relay import join
 
@@ -87,56 +87,29 @@ def _find_backends(port_name: str, slices: Iterable[Json]) -> tuple[Backend, ...
 class ServiceProxy:
     """Keeps the listeners as the plan says. ``run`` never returns by itself."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        self._api = api
-        self._objects: dict[str, dict[str, Json]] = {"services": {}, "slices": {}}
+    def __init__(self, api: Api) -> None:
+        self._changed = asyncio.Event()
+        self._services = Informer(api, "/api/v1/services", self._note_change)
+        self._slices = Informer(api, "/apis/discovery.k8s.io/v1/endpointslices", self._note_change)
         self._backends: dict[Frontend, tuple[Backend, ...]] = {}
         self._servers: dict[Frontend, asyncio.Server] = {}
         self._turn = itertools.count()
-        self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        core, discovery = client.CoreV1Api(self._api), client.DiscoveryV1Api(self._api)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch("services", core.list_service_for_all_namespaces))
-            tasks.create_task(
-                self._watch("slices", discovery.list_endpoint_slice_for_all_namespaces)
-            )
+            tasks.create_task(self._services.run())
+            tasks.create_task(self._slices.run())
             tasks.create_task(self._apply_changes())
 
-    async def _watch(self, kind: str, list_all: Any) -> None:
-        """Lists and watches for ever; a broken or outdated watch starts again from a list."""
-        known = self._objects[kind]
-        while True:
-            try:
-                listed = await list_all()
-                known.clear()
-                for item in listed.items:
-                    document = self._api.sanitize_for_serialization(item)
-                    known[_key(document)] = document
-                self._changed.set()
-                async with watch.Watch() as stream:
-                    async for event in stream.stream(
-                        list_all,
-                        resource_version=listed.metadata.resource_version,
-                        timeout_seconds=600,
-                    ):
-                        document = event["raw_object"]
-                        if event["type"] == "DELETED":
-                            known.pop(_key(document), None)
-                        else:
-                            known[_key(document)] = document
-                        self._changed.set()
-            except (client.ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-                log.warning("watching %s again: %s", kind, error)
-                await asyncio.sleep(1)
+    def _note_change(self, kind: str, changed: Json) -> None:
+        self._changed.set()
 
     async def _apply_changes(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             await self._apply(
-                plan_routes(self._objects["services"].values(), self._objects["slices"].values())
+                plan_routes(self._services.objects.values(), self._slices.objects.values())
             )
 
     async def _apply(self, routes: dict[Frontend, tuple[Backend, ...]]) -> None:
@@ -186,5 +159,20 @@ class ServiceProxy:
         return None
 
 
-def _key(document: Json) -> str:
-    return f"{document['metadata'].get('namespace', '')}/{document['metadata']['name']}"
+async def run(kubeconfig: Path) -> None:
+    api = await Api.connect(kubeconfig)
+    try:
+        await ServiceProxy(api).run()
+    finally:
+        await api.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="plimsoll_local.services", description=__doc__)
+    parser.add_argument("--kubeconfig", type=Path, required=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(run(parser.parse_args().kubeconfig))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,47 +1,58 @@
 """The process tree of one local cluster: who starts whom, and who dies with whom.
 
 Outside, one process forwards a loopback port to the API server and waits. Its child makes the
-namespaces (namespace.py); pid 1 in there starts the control plane and the node agent and serves the
-Services and the relay. Each is tied to its parent by a signal, so whatever is killed, everything
-below it goes, and pid 1 takes its whole namespace along.
+namespaces (namespace.py); pid 1 in there starts the control plane, the Services' proxy and the node
+agent, and serves the relay. Each is tied to its parent by a signal, so whatever is killed,
+everything below it goes, and pid 1 takes its whole namespace along. A cluster whose folder is
+removed ends by itself, because nothing could find it any more.
 
-In: the cluster's folder, prepared by cluster.py. Out: a running cluster, ``kubeconfig`` and
-``namespace`` (the name of the pid namespace) in that folder.
+In: the cluster's folder, prepared by cluster.py. Out: a running cluster, its kubeconfig and the
+name of its pid namespace in that folder (layout.py). It imports no client library: it lives as long
+as the cluster, and the programs that need one are processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from kubernetes.aio import client
-from kubernetes.aio.config import load_kube_config
-
 from plimsoll_local.binaries import find_binaries
-from plimsoll_local.controlplane import ControlPlane, Endpoint, render_kubeconfig
+from plimsoll_local.controlplane import (
+    ControlPlane,
+    ControlPlaneFailed,
+    Endpoint,
+    render_kubeconfig,
+)
+from plimsoll_local.layout import (
+    API_PORT,
+    IMAGES,
+    KUBECONFIG,
+    NAMESPACE_RECORD,
+    NODE_ADDRESS,
+    NODE_NAME,
+    RELAY_SOCKET,
+    SUPERVISOR_RECORD,
+)
 from plimsoll_local.namespace import NamespacesUnavailable, run_isolated
-from plimsoll_local.network import NODE_ADDRESS, create_bridge
-from plimsoll_local.processes import start_child, tied_to
+from plimsoll_local.processes import read_state, start_child, tied_to
 from plimsoll_local.relay import listen_on_loopback, serve_inside, serve_outside
-from plimsoll_local.services import ServiceProxy
-
-NODE_NAME = "plimsoll-local"
-API_PORT = 6443
-RELAY_SOCKET = "relay.sock"
 
 log = logging.getLogger("plimsoll_local.supervisor")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="plimsoll_local.supervisor")
-    parser.add_argument("--state", type=Path, required=True)
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(prog="plimsoll_local.supervisor", description=__doc__)
+    parser.add_argument("--state", type=Path, required=True, help="the cluster's folder")
+    state = parser.parse_args().state
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     listener = listen_on_loopback()
     port = int(listener.getsockname()[1])
@@ -51,14 +62,14 @@ def main() -> int:
         listener.close()
         tied_to(parent)()
         try:
-            os._exit(run_isolated(lambda: _run_inside(arguments.state, port)))
+            os._exit(run_isolated(lambda: _run_inside(state, port)))
         except NamespacesUnavailable as unavailable:
             print(unavailable, file=sys.stderr, flush=True)
             os._exit(3)
-    return asyncio.run(_serve_outside(arguments.state, listener, isolated))
+    return asyncio.run(_serve_outside(state, listener, isolated))
 
 
-async def _serve_outside(state: Path, listener: object, isolated: int) -> int:
+async def _serve_outside(state: Path, listener: socket.socket, isolated: int) -> int:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -66,82 +77,117 @@ async def _serve_outside(state: Path, listener: object, isolated: int) -> int:
         os.kill(isolated, signal.SIGTERM)
 
     def reap() -> None:
+        if ended.done():
+            return
         pid, status = os.waitpid(isolated, os.WNOHANG)
-        if pid and not ended.done():
+        if pid:
             ended.set_result(os.waitstatus_to_exitcode(status))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGCHLD, reap)
     reap()
-    target = f"{NODE_ADDRESS}:{API_PORT}"
-    server = await serve_outside(state / RELAY_SOCKET, target, listener)  # type: ignore[arg-type]
+    server = await serve_outside(state / RELAY_SOCKET, f"{NODE_ADDRESS}:{API_PORT}", listener)
     status = await ended
     server.close()
     return max(status, 0)
 
 
 def _run_inside(state: Path, outside_port: int) -> int:
+    """pid 1. Its end is the end of every process in the namespace, so nothing is stopped by hand:
+    the data is thrown away and the node agent has no word to give to an API server that goes too.
+    """
     # pid 1 gets no signal that it has no handler for.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    _, started = read_state(1)
+    namespace = {"name": os.readlink("/proc/self/ns/pid"), "started": started}
+    _write(state / NAMESPACE_RECORD, json.dumps(namespace))
     binaries = find_binaries()
     if binaries is None:
-        print("the control plane's binaries are gone; run `make demo` or `plimsoll-local up`")
+        print("the control plane's programs are gone; `plimsoll-local up` builds them again")
         return 1
+    from plimsoll_local.network import create_bridge
+
     create_bridge()
     plane = ControlPlane(
         state / "controlplane",
         binaries,
         endpoint=Endpoint(bind="0.0.0.0", advertise=NODE_ADDRESS, port=API_PORT),
     )
-    plane.start()
+    try:
+        plane.launch()
+        # They load their libraries while the API server starts, and try again until it answers.
+        helpers = [
+            Helper.start(name, arguments, state) for name, arguments in _helpers(state, plane)
+        ]
+        plane.complete()
+    except ControlPlaneFailed as failed:
+        print(failed)
+        return 1
     _write(
-        state / "kubeconfig",
+        state / KUBECONFIG,
         render_kubeconfig(
             f"https://127.0.0.1:{outside_port}", plane.certificate_authority, plane.token
         ),
     )
-    _write(state / "namespace", os.readlink("/proc/self/ns/pid"))
-    return asyncio.run(_serve_inside(state, plane))
+    return asyncio.run(_serve_inside(state, plane, helpers))
 
 
-async def _serve_inside(state: Path, plane: ControlPlane) -> int:
-    configuration = client.Configuration()
-    await load_kube_config(str(plane.kubeconfig), client_configuration=configuration)
-    async with client.ApiClient(configuration) as api:
-        relay = await serve_inside(state / RELAY_SOCKET)
-        async with relay, asyncio.TaskGroup() as tasks:
-            tasks.create_task(ServiceProxy(api).run())
-            tasks.create_task(_keep_running(state, plane))
-    return 1
+def _helpers(state: Path, plane: ControlPlane) -> list[tuple[str, list[str | Path]]]:
+    """Name (of the log file) and arguments of the Python programs beside the control plane."""
+    return [
+        ("services", ["plimsoll_local.services", "--kubeconfig", plane.kubeconfig]),
+        (
+            "agent",
+            [
+                "plimsoll_local.agent",
+                "--kubeconfig", plane.kubeconfig,
+                "--state", state / "agent",
+                "--images", state / IMAGES,
+                "--node-name", NODE_NAME,
+                "--node-ip", NODE_ADDRESS,
+            ],
+        ),
+    ]  # fmt: skip
 
 
-async def _keep_running(state: Path, plane: ControlPlane) -> None:
-    """Starts the node agent again when it ends; ends everything when the control plane does."""
-    agent = _start_agent(state, plane)
-    while True:
-        failed = plane.failed_component()
-        if failed is not None:
-            log.error("the cluster ends: %s", failed)
-            os._exit(1)
-        if agent.poll() is not None:
-            log.warning("the node agent ended with status %s; starting it again", agent.returncode)
-            agent = _start_agent(state, plane)
-        _reap_adopted({agent.pid, *plane.pids})
-        await asyncio.sleep(1)
+@dataclass
+class Helper:
+    """A Python program that is started again when it ends."""
+
+    name: str
+    arguments: list[str | Path]
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, name: str, arguments: list[str | Path], state: Path) -> Helper:
+        log_file = state / f"{name}.log"
+        return cls(name, arguments, log_file, _start_module(arguments, log_file))
+
+    def keep_running(self) -> None:
+        if self.process.poll() is not None:
+            log.warning("%s ended with %s; starting it again", self.name, self.process.returncode)
+            self.process = _start_module(self.arguments, self.log)
 
 
-def _start_agent(state: Path, plane: ControlPlane) -> subprocess.Popen[bytes]:
-    return start_child(
-        [
-            sys.executable, "-m", "plimsoll_local.agent",
-            "--kubeconfig", plane.kubeconfig,
-            "--state", state / "agent",
-            "--images", state / "images.json",
-            "--node-name", NODE_NAME,
-        ],
-        state / "agent.log",
-    )  # fmt: skip
+def _start_module(arguments: list[str | Path], log_file: Path) -> subprocess.Popen[bytes]:
+    return start_child([sys.executable, "-m", *arguments], log_file)
+
+
+async def _serve_inside(state: Path, plane: ControlPlane, helpers: list[Helper]) -> int:
+    async with await serve_inside(state / RELAY_SOCKET):
+        while (state / SUPERVISOR_RECORD).exists():
+            failed = plane.failed_component()
+            if failed is not None:
+                log.error("the cluster ends: %s", failed)
+                os._exit(1)
+            for helper in helpers:
+                helper.keep_running()
+            _reap_adopted({*plane.pids, *(helper.process.pid for helper in helpers)})
+            await asyncio.sleep(1)
+        # Not to be left by the event loop's own clean-up: that would wait for open connections.
+        os._exit(0)
 
 
 def _reap_adopted(own: set[int]) -> None:
