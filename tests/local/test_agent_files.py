@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from plimsoll_local.agent.agent import attempt_to_show
 from plimsoll_local.agent.atomic import File, write_files
 from plimsoll_local.agent.content import referenced_objects, token_wishes, volume_files
 from plimsoll_local.agent.environment import ConfigurationError, Facts
@@ -24,9 +25,11 @@ from plimsoll_local.agent.logs import (
 )
 from plimsoll_local.agent.node import NodeIdentity, build_node_status
 from plimsoll_local.agent.server import parse_log_options
+from plimsoll_local.agent.state import ContainerState, Running, Terminated, Waiting
 from plimsoll_local.agent.unsupported import ignored_fields
 from support.pods import Json, build_container, build_pod
 
+ENDED = Terminated(1, "Error", "", 0.0, 1.0, "plimsoll://x")
 FACTS = Facts("10.244.0.1", "10.244.0.7", "node-1", {})
 
 
@@ -234,6 +237,27 @@ def test_a_follower_gets_whole_lines_only(tmp_path: Path) -> None:
     assert after < path.stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("state", "last", "current", "previous"),
+    [
+        # The container has been started three times: attempts 0, 1 and 2.
+        (Running(0.0), ENDED, 2, 1),
+        (ENDED, ENDED, 2, 1),
+        (Waiting("CrashLoopBackOff"), ENDED, 2, 2),
+    ],
+)
+def test_the_log_of_which_start_is_meant(
+    state: Running | Waiting | Terminated, last: Terminated, current: int, previous: int
+) -> None:
+    container = ContainerState(state, last=last, restart_count=2)
+    assert attempt_to_show(container, previous=False) == current
+    assert attempt_to_show(container, previous=True) == previous
+
+
+def test_a_first_start_has_no_previous_one() -> None:
+    assert attempt_to_show(ContainerState(Running(0.0)), previous=True) is None
+
+
 def test_log_options_are_read_from_the_query() -> None:
     query = {"follow": "true", "tailLines": "5", "sinceSeconds": "10", "timestamps": "1"}
     expected = LogOptions(follow=True, timestamps=True, tail_lines=5, since=90.0)
@@ -253,8 +277,12 @@ def test_wishes_that_are_not_met_are_said() -> None:
 
 def test_a_node_offers_what_it_has_and_is_ready() -> None:
     capacity = {"cpu": "2", "nvidia.com/gpu": "4"}
-    status = build_node_status(NodeIdentity("n", "10.244.0.1", 10250), capacity, ("a:1",), 0.0)
+    status = build_node_status(
+        NodeIdentity("n", "10.244.0.1", 10250), capacity, ("a:1",), 0.0, 60.0
+    )
     assert status["allocatable"] == status["capacity"] == capacity
+    times = {(c["lastTransitionTime"], c["lastHeartbeatTime"]) for c in status["conditions"]}
+    assert times == {("1970-01-01T00:00:00Z", "1970-01-01T00:01:00Z")}
     assert status["daemonEndpoints"] == {"kubeletEndpoint": {"Port": 10250}}
     ready = {c["type"]: c["status"] for c in status["conditions"]}
     assert ready["Ready"] == "True"

@@ -198,6 +198,28 @@ import time; time.sleep(600)
     }
 
 
+def test_a_pod_speaks_to_the_api_server_with_its_token(local_namespace: LocalNamespace) -> None:
+    script = """
+import ssl, urllib.error, urllib.request
+account = "/var/run/secrets/kubernetes.io/serviceaccount/"
+namespace, token = (open(account + name).read() for name in ("namespace", "token"))
+request = urllib.request.Request(
+    f"https://kubernetes.default.svc/api/v1/namespaces/{namespace}/secrets",
+    headers={"Authorization": f"Bearer {token}"},
+)
+try:
+    urllib.request.urlopen(request, context=ssl.create_default_context(cafile=account + "ca.crt"))
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+"""
+    local_namespace.apply(pod("caller", python(script), restartPolicy="Never"))
+    local_namespace.wait_for_phase("caller", "Succeeded")
+    answer = local_namespace.kubectl("logs", "caller")
+    # Known, by certificate and name of the Service, and not allowed to read Secrets.
+    assert answer.startswith("403 ")
+    assert f"system:serviceaccount:{local_namespace.name}:default" in answer
+
+
 def test_mounted_configuration_changes_while_it_is_mounted(local_namespace: LocalNamespace) -> None:
     def config(text: str) -> Json:
         meta = {"name": "live"}

@@ -14,7 +14,7 @@ from plimsoll_local.agent.state import (
     Terminated,
     Waiting,
 )
-from plimsoll_local.agent.status import build_status, pod_phase
+from plimsoll_local.agent.status import build_patch, build_status, pod_phase
 from support.pods import Json, build_container, build_pod
 
 NOW = 1_000_000.0
@@ -134,6 +134,16 @@ def test_a_container_that_was_killed_for_memory_says_so() -> None:
         "finishedAt": "1970-01-12T13:46:30Z",
         "containerID": "plimsoll://a",
     }
+
+
+def test_a_new_address_replaces_the_old_one() -> None:
+    status = build_status(build_pod(), observed(main=RUNNING), "10.244.0.1", NOW)
+    patch = build_patch(build_pod(), status)
+    assert patch["metadata"] == {"uid": "uid-of-web-0"}
+    assert patch["status"]["podIPs"] == [{"$patch": "replace"}, {"ip": "10.244.0.2"}]
+    no_address = replace(observed(main=CREATING), pod_ip=None)
+    status = build_status(build_pod(), no_address, "10.244.0.1", NOW)
+    assert build_patch(build_pod(), status)["status"] == status
 
 
 def test_a_failed_pod_carries_its_reason() -> None:

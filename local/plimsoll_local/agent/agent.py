@@ -36,6 +36,7 @@ from plimsoll_local.agent.server import (
     build_application,
     make_certificate,
 )
+from plimsoll_local.agent.state import ContainerState, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -200,10 +201,11 @@ class NodeAgent:
             raise LogNotFoundError(f'container "{container}" not found in pod "{name}"')
         if not state.attempted:
             raise LogNotFoundError(f'container "{container}" in pod "{name}" is waiting to start')
-        attempt = state.restart_count - (1 if previous else 0)
-        assert self._services is not None
-        path = self._services.log_file(worker.pod, container, attempt)
-        if not path.exists():
+        attempt = attempt_to_show(state, previous)
+        path = None
+        if attempt is not None and self._services is not None:
+            path = self._services.log_file(worker.pod, container, attempt)
+        if path is None or not path.exists():
             which = "previous terminated container" if previous else "log of container"
             raise LogNotFoundError(f'{which} "{container}" in pod "{name}" not found')
         return path
@@ -213,6 +215,17 @@ class NodeAgent:
             worker = self._find_worker(namespace, name)
             return worker.observed.containers[container].alive
         return False
+
+
+def attempt_to_show(state: ContainerState, previous: bool) -> int | None:
+    """Which start of a container ``kubectl logs`` means; None when there is none.
+
+    A container that waits for its next start has its last one as current and as previous alike."""
+    if not previous:
+        return state.restart_count
+    if state.last is None:
+        return None
+    return state.restart_count - (0 if isinstance(state.state, Waiting) else 1)
 
 
 def unmount_all_below(directory: Path) -> None:

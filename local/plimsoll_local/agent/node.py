@@ -68,9 +68,14 @@ def build_node(identity: NodeIdentity) -> Json:
 
 
 def build_node_status(
-    identity: NodeIdentity, capacity: Mapping[str, str], images: tuple[str, ...], now: float
+    identity: NodeIdentity,
+    capacity: Mapping[str, str],
+    images: tuple[str, ...],
+    since: float,
+    now: float,
 ) -> Json:
-    """All of a machine's capacity is allocatable: nothing is set aside for the system."""
+    """All of a machine's capacity is allocatable: nothing is set aside for the system. The node
+    has been ready ``since`` then (Unix seconds)."""
     healthy = {
         "MemoryPressure": ("False", "KubeletHasSufficientMemory"),
         "DiskPressure": ("False", "KubeletHasNoDiskPressure"),
@@ -93,7 +98,7 @@ def build_node_status(
                 "reason": reason,
                 "message": "the node agent runs pods as local processes",
                 "lastHeartbeatTime": api_time(now),
-                "lastTransitionTime": api_time(now),
+                "lastTransitionTime": api_time(since),
             }
             for kind, (status, reason) in healthy.items()
         ],
@@ -134,6 +139,7 @@ class NodeRegistration:
         self._capacity = capacity
         self._images = images
         self._clock = clock
+        self._since = clock()
 
     async def register(self) -> None:
         """Creates the Node if there is none and writes its whole status."""
@@ -162,7 +168,7 @@ class NodeRegistration:
 
     async def _write_status(self) -> None:
         now = self._clock()
-        status = build_node_status(self._identity, self._capacity, self._images(), now)
+        status = build_node_status(self._identity, self._capacity, self._images(), self._since, now)
         path = f"/api/v1/nodes/{self._identity.name}/status"
         await self._api.request("PATCH", path, {"status": status}, content_type=STRATEGIC_MERGE)
 

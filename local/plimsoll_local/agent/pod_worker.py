@@ -41,7 +41,7 @@ from plimsoll_local.agent.state import (
     Waiting,
     observe_new,
 )
-from plimsoll_local.agent.status import build_status
+from plimsoll_local.agent.status import build_patch, build_status
 from plimsoll_local.agent.tasks import Tasks
 from plimsoll_local.agent.unsupported import ignored_fields
 from plimsoll_local.agent.volumes import PodVolumes, VolumeError
@@ -284,7 +284,7 @@ class PodWorker:
         status = build_status(pod, observed, self._services.host_ip, now)
         if status == self._published:
             return
-        body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": status}
+        body = build_patch(pod, status)
         try:
             answer = await self._services.api.request(
                 "PATCH", f"{self._path()}/status", body, content_type=STRATEGIC_MERGE

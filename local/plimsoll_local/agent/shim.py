@@ -38,7 +38,7 @@ from plimsoll_local.agent.linux import (
     unshare,
 )
 from plimsoll_local.agent.logs import LineWriter
-from plimsoll_local.agent.memory import MemoryMeter, poll_interval
+from plimsoll_local.agent.memory import MIN_INTERVAL, MemoryMeter, poll_interval
 from plimsoll_local.agent.rootfs import enter_root
 
 # What a runtime reports when the program never ran.
@@ -187,7 +187,10 @@ class _MemoryGuard:
             return None
         now = time.monotonic()
         if now >= self._look_at:
-            used = self._meter.used(self._limit)
+            try:
+                used = self._meter.used(self._limit)
+            except (FileNotFoundError, ProcessLookupError):
+                return MIN_INTERVAL  # it is just ending
             self.peak = max(self.peak, used)
             if used > self._limit:
                 self.killed = True

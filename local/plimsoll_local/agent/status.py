@@ -50,6 +50,18 @@ def build_status(pod: Json, observed: Observed, host_ip: str, now: float) -> Jso
     return status
 
 
+def build_patch(pod: Json, status: Json) -> Json:
+    """The strategic merge patch that gives a pod, and no other of its name, this status.
+
+    Conditions are merged with those of other writers; addresses are replaced, since a pod that was
+    run anew has another one."""
+    addresses = [{"$patch": "replace"}, *status.get("podIPs", ())]
+    return {
+        "metadata": {"uid": pod["metadata"]["uid"]},
+        "status": {**status, "podIPs": addresses} if "podIPs" in status else status,
+    }
+
+
 def pod_phase(pod: Json, observed: Observed) -> str:
     """The kubelet's rules: Pending until every container has been created once."""
     if observed.failure is not None or failed_init(pod, observed) is not None:
