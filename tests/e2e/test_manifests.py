@@ -37,7 +37,7 @@ def _create(server: ApiServer, manifest: Path) -> str:
             f"--namespace={server.namespace}",
             f"--filename={manifest}",
         ],
-        env={"KUBECONFIG": os.fspath(server.kubeconfig)},
+        env={**os.environ, "KUBECONFIG": os.fspath(server.kubeconfig)},
         capture_output=True,
         text=True,
         timeout=60,
