@@ -58,7 +58,10 @@ class ApiError(Exception):
     @property
     def refused(self) -> bool:
         """True when the same request will be refused again: invalid or forbidden by policy."""
-        return self.status in (400, 403, 422)
+        # A field of the wrong type or name is the client's fault, but the server answers a
+        # server-side apply of it with 500.
+        mistyped = self.status == 500 and "failed to create typed patch object" in str(self)
+        return mistyped or self.status in (400, 403, 422)
 
 
 class Cluster:
@@ -74,7 +77,9 @@ class Cluster:
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
         else:
-            await config.load_kube_config(client_configuration=configuration)
+            await config.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
+            )
         return cls(client.ApiClient(configuration))
 
     async def close(self) -> None:

@@ -18,6 +18,12 @@ from plimsoll_operator.workers import Key
 _OURS = {names.DEPLOYMENT_LABEL: kopf.PRESENT}
 
 
+@kopf.on.login()
+def login(**details: Any) -> kopf.ConnectionInfo | None:
+    """The same credentials as the operator's own client (cluster.Cluster.connect)."""
+    return kopf.login_with_service_account(**details) or kopf.login_with_kubeconfig(**details)
+
+
 @kopf.on.startup()
 async def start(memo: Controller, settings: kopf.OperatorSettings, **_: Any) -> None:
     # The default peering object is shared with every other kopf program in the cluster; one of

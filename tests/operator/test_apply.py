@@ -61,7 +61,7 @@ def test_drift_counts_as_a_difference() -> None:
 class Recorder(Cluster):
     """Answers every write, except of what it is told to refuse."""
 
-    def __init__(self, refuse: int | None = None) -> None:
+    def __init__(self, refuse: ApiError | None = None) -> None:
         self.requests: list[str] = []
         self.bodies: list[Json] = []
         self._refuse = refuse
@@ -70,7 +70,7 @@ class Recorder(Cluster):
         self.requests.append(f"{method} {path}")
         self.bodies.append(options.get("body") or {})
         if self._refuse is not None:
-            raise ApiError(self._refuse, "the server's own words")
+            raise self._refuse
         return {}
 
 
@@ -100,16 +100,24 @@ async def test_none_means_that_the_child_must_not_exist() -> None:
     assert cluster.bodies[0] == {"preconditions": {"uid": "uid-1"}}
 
 
-@pytest.mark.parametrize("status", [403, 422])
-async def test_what_the_server_refuses_comes_back_in_its_words(status: int) -> None:
-    refusals = await apply_children(Recorder(refuse=status), {KEY: body()}, {KEY: None})
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (403, "denied by policy"),
+        (422, "spec.ports: Required value"),
+        (500, "failed to create typed patch object (...): .spec.ports: expected list"),
+    ],
+)
+async def test_what_the_server_refuses_comes_back_in_its_words(status: int, words: str) -> None:
+    cluster = Recorder(refuse=ApiError(status, words))
+    refusals = await apply_children(cluster, {KEY: body()}, {KEY: None})
     assert [refusal.reason for refusal in refusals] == ["Refused"]
-    assert refusals[0].message == "Service assistant: the server's own words"
+    assert refusals[0].message == f"Service assistant: {words}"
 
 
 async def test_a_server_in_trouble_is_no_refusal() -> None:
     with pytest.raises(ApiError):
-        await apply_children(Recorder(refuse=500), {KEY: body()}, {KEY: None})
+        await apply_children(Recorder(refuse=ApiError(500, "etcd is away")), {KEY: body()}, {KEY: None})
 
 
 async def test_the_status_is_written_to_exactly_this_object() -> None:

@@ -470,10 +470,10 @@ class TestFailedStarts:
             decision = fleet.see({}, [died(failure_class, fleet.now, number=number)])
             assert (decision.give_up is not None) == (number == starts)
 
-    def test_nothing_is_given_up_while_a_replica_serves(self) -> None:
+    def test_a_serving_replica_does_not_hide_that_another_can_never_start(self) -> None:
         fleet = Fleet()
         death = died(FailureClass.INVALID_CONFIGURATION, START, pod="m-1")
-        assert fleet.see({"m-0": fleet.page("m-0")}, [death]).give_up is None
+        assert fleet.see({"m-0": fleet.page("m-0")}, [death]).give_up is not None
 
     def test_a_new_generation_starts_to_count_anew(self) -> None:
         fleet = Fleet()

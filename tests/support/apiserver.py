@@ -72,10 +72,11 @@ class ApiServer(Cluster):
 
     async def create_deployment(self, name: str = "assistant", **spec: Any) -> Json:
         """An LLMDeployment on CPU with a tiny model; raises ApiError with the server's words."""
-        return await self.create(
-            api.LLM_DEPLOYMENT,
-            self.namespace,
-            {
+        return await self._request(
+            "POST",
+            api.LLM_DEPLOYMENT.path(self.namespace),
+            query=[("fieldManager", "kubectl")],
+            body={
                 "apiVersion": "plimsoll.dev/v1alpha1",
                 "kind": "LLMDeployment",
                 "metadata": {"name": name},

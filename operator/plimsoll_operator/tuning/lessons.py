@@ -241,9 +241,8 @@ def _step_up(
 def _give_up(
     inputs: TuningInputs, state: TuningState, proposal: Proposal | None, policy: TuningPolicy
 ) -> GiveUp | None:
-    """Only while nothing serves, and not while there is still a move to try."""
-    if inputs.engines:
-        return None
+    """Not while there is still a move to try. Whether the template is given up for it is not
+    decided here: it may serve in another pod (checks.may_give_up)."""
     for failure in sorted(inputs.failures, key=lambda f: f.incident):
         if not is_failed_start(failure, inputs):
             continue
