@@ -11,7 +11,6 @@ import os
 import subprocess
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,10 +163,8 @@ def local_cluster() -> Iterator[LocalCluster]:
     from plimsoll_local.cluster import Cluster
 
     binaries = ensure_binaries()
-    with warnings.catch_warnings():
-        # The supervisor is meant to run on when the call that started it has returned.
-        warnings.simplefilter("ignore", ResourceWarning)
-        cluster = Cluster.up(f"test-{os.getpid()}")
+    # Tied to this process, so that a killed test run leaves nothing.
+    cluster = Cluster.up(f"test-{os.getpid()}", tied=True)
     try:
         yield LocalCluster(cluster, binaries.kubectl)
     finally:
