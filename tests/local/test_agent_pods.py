@@ -321,8 +321,8 @@ def test_init_containers_run_first_and_share_volumes(local_namespace: LocalNames
 
 
 def test_startup_readiness_and_liveness(local_namespace: LocalNamespace) -> None:
-    # Started after 1 s, ready after 2 s, unhealthy after 5 s; started anew it does so again.
-    script = "rm -f /tmp/*; sleep 1; touch /tmp/s; sleep 1; touch /tmp/r; sleep 3; touch /tmp/dead; sleep 600"
+    # Started after 3 s, ready after 4 s, unhealthy after 7 s; started anew it does so again.
+    script = "rm -f /tmp/*; sleep 3; touch /tmp/s; sleep 1; touch /tmp/r; sleep 3; touch /tmp/dead; sleep 600"
     container = shell(
         script,
         startupProbe={
@@ -411,13 +411,13 @@ def test_graceful_termination_runs_the_hook_and_waits(
     )
     volumes = [{"name": "out", "hostPath": {"path": str(directory)}}]
     local_namespace.apply(
-        pod("polite", container, volumes=volumes, terminationGracePeriodSeconds=30)
+        pod("polite", container, volumes=volumes, terminationGracePeriodSeconds=60)
     )
     local_namespace.wait_for_log("polite", "up")
     began = time.monotonic()
     local_namespace.kubectl("delete", "pod", "polite")
     assert (directory / "log").read_text() == "hook\nterm\n"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_what_does_not_end_in_its_grace_period_is_killed(local_namespace: LocalNamespace) -> None:
@@ -427,7 +427,7 @@ def test_what_does_not_end_in_its_grace_period_is_killed(local_namespace: LocalN
     local_namespace.wait_for_log("stubborn", "up")
     began = time.monotonic()
     local_namespace.kubectl("delete", "pod", "stubborn")
-    assert 3 <= time.monotonic() - began < 20
+    assert 3 <= time.monotonic() - began < 25
     assert local_namespace.pod("stubborn") is None
 
 
@@ -521,4 +521,4 @@ def test_the_node_is_ready_and_alive(local_cluster: LocalCluster) -> None:
         found = local_cluster.get(path)
         return found is not None and found["spec"]["renewTime"] > first
 
-    local_cluster.wait_for(renewed, "the lease to be renewed", 30)
+    local_cluster.wait_for(renewed, "the lease to be renewed")
