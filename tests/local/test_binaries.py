@@ -9,14 +9,15 @@ from plimsoll_local import binaries
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLIMSOLL_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
     return tmp_path / "home"
 
 
-def make_programs(folder: Path, names: list[str]) -> None:
-    folder.mkdir(parents=True)
+def make_programs(folder: Path, names: list[str], prints: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         program = folder / name
-        program.write_text("#!/bin/sh\n")
+        program.write_text(f"#!/bin/sh\necho '{prints}'\n")
         program.chmod(0o755)
 
 
@@ -42,6 +43,30 @@ def test_assets_come_first_and_the_cache_fills_up(
     assert found is not None
     assert found.etcd.parent == tmp_path / "assets"
     assert found.helm.parent == home / "bin" / binaries.cache_key()
+
+
+@pytest.mark.parametrize(
+    ("program", "prints", "taken"),
+    [
+        ("kube-apiserver", "Kubernetes v1.36.0", True),
+        ("kube-apiserver", "Kubernetes v1.35.3", False),
+        ("kubectl", "Client Version: v1.36.2", True),
+        ("etcd", "etcd Version: 3.6.1", True),
+        ("etcd", "etcd Version: 3.5.21", False),
+        ("helm", "v4.0.1+g1234567", True),
+        ("helm", "v3.19.0+g1234567", False),
+        ("helm", "no version at all", False),
+    ],
+)
+def test_on_path_only_the_pinned_release_counts(
+    home: Path, tmp_path: Path, program: str, prints: str, taken: bool
+) -> None:
+    make_programs(home / "bin" / binaries.cache_key(), [name for name in ALL if name != program])
+    make_programs(tmp_path / "path", [program], prints)
+    found = binaries.find_binaries()
+    assert (found is not None) == taken
+    if found is not None:
+        assert f"{program} from {tmp_path / 'path'}" in found.describe()
 
 
 @pytest.mark.parametrize("missing", ALL)
