@@ -35,7 +35,8 @@ fix: setup ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 bench: setup ## every benchmark under bench/
-	@for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+	@ls bench/bench_*.py >/dev/null 2>&1 || echo "there is no benchmark yet"
+	@for file in $(wildcard bench/bench_*.py); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
 generate: setup ## make the files that are made from others
 	$(BIN)/python tools/generate.py

@@ -2,8 +2,9 @@
 
 Needs Python 3.11 or newer, a C compiler and the package registries, and nothing else; uses the
 standard library alone, since it runs before anything is installed. Every step says what it does and
-how long it took; what is there already takes seconds. The durations of downloads and of builds go to
-.venv/bootstrap.json, where the demo reads them.
+how long it took; what is there already takes seconds. What downloads and builds took is kept apart,
+in seconds, in .venv/bootstrap.json: environment_s (uv sync), downloads_s (Go and its modules) and
+builds_s (the control plane's programs), each as of the last time it was needed.
 """
 
 import hashlib
@@ -17,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 UV_VERSION = "0.13.9"
 ENVIRONMENT = ROOT / ".venv"
 STAMP = ENVIRONMENT / "bootstrap.json"
+BUILD = ENVIRONMENT / "build.json"
 # Free space for the environment with its CUDA libraries, Go's caches and the programs.
 NEEDED_GIB = 15
 
@@ -41,32 +44,35 @@ def main() -> int:
 
 def prepare() -> None:
     key = environment_key()
-    durations = read_stamp()
-    if durations.get("key") != key:
-        check_disk()
+    stamp = read_stamp()
+    # Also when everything is installed: a Go toolchain is fetched with it.
+    uv = find_uv()
+    os.environ["UV"] = str(uv)
+    if stamp.get("key") != key:
+        if not ENVIRONMENT.exists():
+            check_disk()
         check_compiler()
         started = time.monotonic()
-        uv = find_uv()
-        os.environ["UV"] = str(uv)
         follow(
             "installing the locked environment (about 3 GB to download the first time)",
             [uv, "sync", "--frozen", "--all-extras", "--python", sys.executable],
             measure=lambda: folder_progress(ENVIRONMENT),
         )
-        durations = {"key": key, "downloads_s": time.monotonic() - started, "builds_s": 0.0}
-    started = time.monotonic()
+        stamp |= {"key": key, "environment_s": time.monotonic() - started}
+        write_stamp(stamp)
     follow(
-        "finding or building the control plane's programs",
-        [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.binaries"],
+        "looking for the control plane's programs, building what is missing",
+        [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.binaries", "--durations", BUILD],
     )
-    took = time.monotonic() - started
-    # A look that finds everything is no build, and must not hide how long the build took.
-    if took > 5:
-        durations["builds_s"] = took
-    STAMP.write_text(json.dumps(durations))
+    if BUILD.exists():
+        # Written only when something was built, so a look that finds all leaves the last figures.
+        stamp |= json.loads(BUILD.read_text())
+        BUILD.unlink()
+    write_stamp(stamp)
+    downloads = float(stamp.get("environment_s", 0)) + float(stamp.get("downloads_s", 0))
     say(
-        f"ready; the first time took {durations['downloads_s']:.0f} s for downloads and "
-        f"installation and {durations['builds_s']:.0f} s for builds"
+        f"ready; setting up took {downloads:.0f} s for downloads and installation and "
+        f"{float(stamp.get('builds_s', 0)):.0f} s for builds when it was last needed"
     )
 
 
@@ -83,14 +89,18 @@ def environment_key() -> str:
     return digest.hexdigest()
 
 
-def read_stamp() -> dict[str, object]:
+def read_stamp() -> dict[str, Any]:
     if not (ENVIRONMENT / "bin" / "python").exists() or not STAMP.exists():
         return {}
     try:
-        stamp: dict[str, object] = json.loads(STAMP.read_text())
+        stamp = json.loads(STAMP.read_text())
     except ValueError:
         return {}
-    return stamp
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(stamp: dict[str, Any]) -> None:
+    STAMP.write_text(json.dumps(stamp))
 
 
 def cache_home() -> Path:
@@ -164,7 +174,9 @@ def follow(what: str, command: list[str | Path], measure: Callable[[], str] = la
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
-    status = subprocess.run([str(part) for part in command], cwd=ROOT, check=False).returncode
+    status = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, check=False
+    ).returncode
     done.set()
     teller.join()
     if status:
