@@ -109,7 +109,9 @@ class _Demo:
                 broken.append(str(error))
                 await self._show_evidence(commands)
         finally:
-            if not self._options.keep:
+            task = asyncio.current_task()
+            interrupted = task is not None and task.cancelling() > 0
+            if interrupted or not self._options.keep:
                 with self._timeline.step("take the cluster down"):
                     cluster.down()
         self._conclude(broken)
@@ -127,7 +129,7 @@ class _Demo:
 
     def _start_cluster(self) -> Cluster:
         with self._timeline.step("start the cluster"):
-            return Cluster.up(self._options.name, self._timeline.say)
+            return Cluster.up(self._options.name, self._timeline.say, tied=not self._options.keep)
 
     async def _install_operator(self, commands: Commands) -> None:
         with self._timeline.step("install the operator"):
