@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,12 @@ from plimsoll_engine.control.credentials import ControlCredentials, read_credent
 from plimsoll_engine.control.reports import EngineIdentity
 from plimsoll_engine.control.server import ControlServer
 from plimsoll_engine.core import EngineCore
+from plimsoll_engine.executor import Executor
 from plimsoll_engine.metrics import EngineMetrics
 from plimsoll_engine.server.app import build_app
 from plimsoll_engine.server.listener import LAST_BYTES_SECONDS, HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
+from plimsoll_engine.server.text import TextCodec
 from plimsoll_engine.server.validation import read_defaults
 from plimsoll_engine.termination import (
     EngineFailure,
@@ -57,18 +59,28 @@ class Engine:
     control: ControlServer | None
 
 
-def run_engine(config: EngineConfig) -> int:
-    """Blocks until the engine has ended; returns the exit status."""
+def run_engine(
+    config: EngineConfig,
+    *,
+    load_tokenizer: Callable[[EngineConfig], ModelTokenizer] | None = None,
+    build_executor: Callable[[EngineConfig], Executor] | None = None,
+) -> int:
+    """Blocks until the engine has ended; returns the exit status.
+
+    The model's own tokenizer and executor are the default.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_during_start)
     core: EngineCore | None = None
+    failure: EngineFailure | None
     try:
         # What can be wrong with the place comes first: it takes no time to find out.
         listener = bind(config.host, config.port)
         credentials = None if config.control_dir is None else read_credentials(config.control_dir)
+        log.info("plimsoll %s: loading %s", __version__, config.model)
+        tokenizer = (load_tokenizer or _load_tokenizer)(config)
         metrics = EngineMetrics(config.served_model_name[0])
-        tokenizer = _load_tokenizer(config)
-        core = _build_core(config, metrics)
+        core = EngineCore(config, (build_executor or _build_executor)(config), observer=metrics)
         engine = _start_engine(config, core, metrics, tokenizer, credentials)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(engine, listener, config.shutdown_timeout))
@@ -90,18 +102,20 @@ def run_engine(config: EngineConfig) -> int:
     return status
 
 
+# Imported where they are needed, not above: a port in use or a missing model should not wait for
+# transformers and torch.
+
+
 def _load_tokenizer(config: EngineConfig) -> ModelTokenizer:
     from plimsoll_engine.models.tokenizer import load_tokenizer
 
-    log.info("plimsoll %s: loading %s", __version__, config.model)
     return load_tokenizer(config)
 
 
-def _build_core(config: EngineConfig, metrics: EngineMetrics) -> EngineCore:
-    # Here, not above: a port in use or a missing model should not wait for torch.
+def _build_executor(config: EngineConfig) -> Executor:
     from plimsoll_engine.runner import build_executor
 
-    return EngineCore(config, build_executor(config), observer=metrics)
+    return build_executor(config)
 
 
 def _start_engine(
@@ -115,9 +129,7 @@ def _start_engine(
     from transformers import PreTrainedTokenizerFast
 
     from plimsoll_engine.runner import device_kind
-    from plimsoll_engine.server.text import TextCodec
 
-    began = time.monotonic()
     device = device_kind(config.device)
     if not isinstance(loaded.tokenizer, PreTrainedTokenizerFast):
         message = f"{config.model} has no fast tokenizer (tokenizer.json), which this engine needs"
@@ -133,7 +145,6 @@ def _start_engine(
     core.start()
     snapshot = core.snapshot()
     metrics.expose(core.snapshot)
-    log.info("ready to serve after %.1f s", time.monotonic() - began)
     model = ServedModel(
         names=config.served_model_name,
         root=config.model,
@@ -164,9 +175,6 @@ async def _serve(
     leaving = asyncio.create_task(signals.get())
     if engine.control is not None:
         engine.control.start()
-    host, port = listener.getsockname()[:2]
-    log.info("serving %s on http://%s:%d", ", ".join(engine.service.model.names), host, port)
-
     done: set[asyncio.Task[Any]] = set()
     while not done and engine.core.failure is None:
         done, _ = await asyncio.wait(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.models.source import ModelSource, load_failure, resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -33,6 +34,9 @@ class ModelTokenizer:
 def load_tokenizer(config: EngineConfig) -> ModelTokenizer:
     """Raises EngineFailure ModelLoadFailed when there is no usable tokenizer."""
     source = resolve_model(config.model, config.revision)
+    # Imports torch, which takes seconds: a model that is not there should not wait for that.
+    from transformers import AutoTokenizer
+
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)

@@ -6,6 +6,7 @@ can connect until ``serve`` listens on it. Signals are the process's business, n
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,6 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from plimsoll_engine.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Requests have been drained when the server is told to exit; this is for their last bytes.
 LAST_BYTES_SECONDS = 2
@@ -51,6 +54,12 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_BYTES_SECONDS,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            log.info("serving on http://%s:%d", host, port)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()

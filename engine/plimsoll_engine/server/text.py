@@ -10,13 +10,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
