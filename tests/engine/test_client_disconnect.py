@@ -30,7 +30,7 @@ def send(server: ApiServer, body: dict[str, Any]) -> socket.socket:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -108,6 +108,7 @@ def test_health_and_metrics_answer_while_a_step_takes_long() -> None:
         for path in ("/health", "/metrics", "/v1/models"):
             asked = time.monotonic()
             assert server.client.get(path).status_code == 200
-            assert time.monotonic() - asked < 1
+            # Far less than the step would take.
+            assert time.monotonic() - asked < 10
         connection.close()
         gate.set()

@@ -134,9 +134,9 @@ class Stream:
 
 
 def test_sigterm_finishes_what_is_in_flight_and_exits_0(tmp_path: Path) -> None:
-    with engine_process(tmp_path, scripted("serve")) as engine:
+    with engine_process(tmp_path, scripted("serve"), "--shutdown-timeout", "120") as engine:
         engine.wait_until_healthy()
-        stream = Stream(engine, max_tokens=100)
+        stream = Stream(engine, max_tokens=400)
         engine.process.send_signal(signal.SIGTERM)
         while engine.client.get("/health").status_code == 200:
             time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_sigterm_finishes_what_is_in_flight_and_exits_0(tmp_path: Path) -> None:
         assert refused.status_code == 503
         events = stream.end()
         text = "".join(event["choices"][0]["text"] for event in events)
-        assert text == ("abcdefgh" * 13)[:100]
+        assert text == "abcdefgh" * 50
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         status, error = engine.end()
         assert status == 0
@@ -181,7 +181,7 @@ def test_sigterm_while_loading_leaves_at_once(tmp_path: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             engine.client.get("/health")
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.end(10)[0] == 0
+        assert engine.end(30)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_dead_core_tells_its_clients_and_ends_the_process(
         error = events[-1]["error"]
         assert error["code"] == 500
         assert said in error["message"]
-        status, stderr = engine.end(SHUTDOWN_SECONDS + 5)
+        status, stderr = engine.end(SHUTDOWN_SECONDS + 20)
         assert status == 1
         document = engine.termination()
         assert (document["class"], document["phase"]) == (failure_class, "serving")
@@ -212,7 +212,7 @@ def test_a_shutdown_that_hangs_is_cut_off(tmp_path: Path) -> None:
     with engine_process(tmp_path, scripted("hanging-shutdown")) as engine:
         engine.wait_until_healthy()
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.end(SHUTDOWN_SECONDS + 5)[0] == 0
+        assert engine.end(SHUTDOWN_SECONDS + 20)[0] == 0
 
 
 def test_an_unexpected_error_at_start_has_a_class_too(tmp_path: Path) -> None:

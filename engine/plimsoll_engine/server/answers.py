@@ -6,9 +6,10 @@ the very same parts. So both modes say the same, by construction.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ import msgspec
 
 from plimsoll_engine.executor import TokenLogprob
 from plimsoll_engine.reports import FinishReason
-from plimsoll_engine.server.errors import ApiError
-from plimsoll_engine.server.generation import ChoiceDelta, Generation
+from plimsoll_engine.server.errors import SERVER_FAILED, ApiError
+from plimsoll_engine.server.generation import ChoiceDelta
 from plimsoll_engine.server.logprobs import (
     CompletionLogprobs,
     TokenText,
@@ -26,6 +27,8 @@ from plimsoll_engine.server.logprobs import (
 )
 from plimsoll_engine.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from plimsoll_engine.server.text import Prompt
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -79,7 +82,7 @@ class Answer(ABC):
     @abstractmethod
     def whole_choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]: ...
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
+    async def whole(self, generation: AsyncIterable[ChoiceDelta]) -> dict[str, Any]:
         """Raises ApiError."""
         parts: list[list[Part]] = [[] for _ in self._num_tokens]
         async for delta in generation:
@@ -87,7 +90,7 @@ class Answer(ABC):
         choices = [self.whole_choice(index, each) for index, each in enumerate(parts)]
         return self._frame(self.kind, choices) | {"usage": self.usage()}
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self, generation: AsyncIterable[ChoiceDelta]) -> AsyncIterator[bytes]:
         """Server-sent events. An error after the headers is an event of its own, then [DONE]."""
         try:
             async for delta in generation:
@@ -100,6 +103,10 @@ class Answer(ABC):
                 yield _event(self._frame(self.chunk_kind, []) | {"usage": self.usage()})
         except ApiError as error:
             yield _event(error.document())
+        except Exception:
+            # The status is sent already, and a stream without an end is the worst answer.
+            log.exception("a stream failed")
+            yield _event(ApiError(500, SERVER_FAILED).document())
         yield DONE
 
     def usage(self) -> dict[str, Any]:

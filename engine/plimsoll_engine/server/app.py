@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plimsoll_engine import __version__
 from plimsoll_engine.reports import EngineSnapshot
-from plimsoll_engine.server.errors import ApiError, error_response, invalid_value
+from plimsoll_engine.server.errors import SERVER_FAILED, ApiError, error_response, invalid_value
 from plimsoll_engine.server.protocol import DetokenizeRequest, TokenizeRequest
 from plimsoll_engine.server.service import Service
 from plimsoll_engine.server.validation import check_token_ids
@@ -172,7 +172,7 @@ async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
 
 async def _answer_unexpected(http: HttpRequest, error: Exception) -> Response:
     # Starlette logs the traceback when this handler has answered.
-    return error_response(ApiError(500, "The server failed on this request; see its log"))
+    return error_response(ApiError(500, SERVER_FAILED))
 
 
 def _json(document: Mapping[str, Any]) -> Response:

@@ -24,6 +24,8 @@ ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
+# What a client reads of a fault of ours; the log has the rest.
+SERVER_FAILED = "The server failed on this request; see its log"
 # A value is quoted in a message up to this many characters.
 QUOTE_LENGTH = 80
 
