@@ -5,6 +5,7 @@ Exit status 0 when it did what was asked, 1 when not (with the reason on stderr)
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from typing import Annotated
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from plimsoll_local.binaries import MissingTool
+from plimsoll_local.binaries import MissingTool, find_binaries
 from plimsoll_local.cluster import Cluster, ClusterError
 from plimsoll_local.namespace import NamespacesUnavailable
 
@@ -26,6 +27,9 @@ def up(name: Name = "plimsoll") -> None:
     """Start a cluster and wait until its node is Ready."""
     cluster = Cluster.up(name)
     print(f"cluster {name!r} is up\n  export KUBECONFIG={cluster.kubeconfig_path}")
+    binaries = find_binaries()
+    if binaries is not None and shutil.which("kubectl") is None:
+        print(f"  export PATH={binaries.kubectl.parent}:$PATH")
 
 
 @app.command()

@@ -242,9 +242,12 @@ class Cluster:
             if supervisor.poll() is not None:
                 raise ClusterError(f"the cluster ended while waiting for {waiting_for}")
             if self.kubeconfig_path.exists():
-                waiting_for = f"node {NODE_NAME}"
+                waiting_for = f"node {NODE_NAME} and the account that pods run under"
                 with contextlib.suppress(ClusterError):
-                    if _is_ready(self.get(f"/api/v1/nodes/{NODE_NAME}")):
+                    # Before the controller-manager has made the account, pods are refused.
+                    if _is_ready(self.get(f"/api/v1/nodes/{NODE_NAME}")) and self.get(
+                        "/api/v1/namespaces/default/serviceaccounts/default"
+                    ):
                         return
             now = time.monotonic()
             if now - started > READY_DEADLINE_S:
