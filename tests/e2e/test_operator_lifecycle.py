@@ -100,18 +100,18 @@ async def test_an_idle_operator_writes_nothing(server: ApiServer, kubelet: FakeK
         written.discard(settled["LLMDeployment assistant"])
         assert len(written) <= 1
 
-        # A child that somebody changes is put right, once.
+        # A child that somebody changes is put right.
         await server.merge(
-            {"spec": {"ports": [{"port": 81, "name": "http", "targetPort": "http"}]}},
-            resource=api.SERVICE,
+            {"spec": {"selector": {"app.kubernetes.io/name": "other"}}}, resource=api.SERVICE
         )
 
         async def repaired() -> bool:
             service = await server.get(api.SERVICE, server.namespace, "assistant")
             assert service is not None
-            return [port["port"] for port in service["spec"]["ports"]] == [80]
+            name: str = service["spec"]["selector"]["app.kubernetes.io/name"]
+            return name == "plimsoll-engine"
 
-        await until(repaired, 15)
+        await until(repaired, 60)
 
 
 # Case B02, first half: a foreign peering record with a higher priority silences nobody.
@@ -313,15 +313,16 @@ async def template_hash(server: ApiServer) -> str:
 async def test_a_changed_spec_rolls_the_pods_and_an_operator_restart_changes_nothing(
     server: ApiServer, kubelet: FakeKubelet
 ) -> None:
-    async with server.operator():
-        await server.create_deployment(replicas=2)
+    engines = ScriptedEngines()
+    async with operator_in_process(server, engines):
+        await server.create_deployment(replicas=2, engine={"maxModelLen": 2048})
         await server.wait_for("Ready", within=60)
         await asyncio.sleep(3)
         first = {pod["metadata"]["uid"] for pod in await server.pods()}
         settled = await server.versions()
         secret = await server.get(api.SECRET, server.namespace, "assistant-control")
 
-    async with server.operator():
+    async with operator_in_process(server, engines):
         await asyncio.sleep(12)
         assert await server.versions() == settled
         assert {pod["metadata"]["uid"] for pod in await server.pods()} == first
