@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # After so many steps without a refusal the budget doubles, up to the full one.
 _STEPS_TO_RECOVER = 32
-# A single chunk of at most so many tokens that is refused cannot be helped by a smaller batch.
-MINIMAL_TOKENS = 16
+# So many refusals in a row of a step of one token, and a smaller batch is no remedy.
+_REFUSALS_OF_ONE_TOKEN = 3
 
 
 class BatchBudget:
@@ -17,16 +17,20 @@ class BatchBudget:
     def __init__(self) -> None:
         self.tokens: int | None = None
         self._good_steps = 0
+        self._refusals_of_one = 0
 
-    def refused(self, num_tokens: int, num_chunks: int) -> bool:
-        """Halves what the refused step had. False when that step was minimal already."""
+    def refused(self, num_tokens: int) -> bool:
+        """Halves what the refused step had. False when that cannot help any more."""
         self._good_steps = 0
-        if num_chunks == 1 and num_tokens <= MINIMAL_TOKENS:
-            return False
         self.tokens = max(1, num_tokens // 2)
-        return True
+        self._refusals_of_one = self._refusals_of_one + 1 if num_tokens == 1 else 0
+        if self._refusals_of_one < _REFUSALS_OF_ONE_TOKEN:
+            return True
+        self._refusals_of_one = 0
+        return False
 
     def succeeded(self, full: int) -> None:
+        self._refusals_of_one = 0
         if self.tokens is None:
             return
         self._good_steps += 1

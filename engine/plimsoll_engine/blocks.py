@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class BlockPool:
@@ -70,6 +70,8 @@ class BlockPool:
     def release(self, owner: str, ids: Iterable[int]) -> None:
         """Raises ValueError, and changes nothing, for a block that ``owner`` does not hold."""
         ids = tuple(ids)
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"a block is given back twice: {ids}")
         for block in ids:
             if self._owners.get(block) != owner:
                 raise ValueError(f"block {block} is held by {self._owners.get(block)}, not {owner}")
@@ -106,7 +108,7 @@ class BlockPool:
         self._withdrawn = {block for block in self._withdrawn if block < committed}
         self._committed = committed
 
-    def check(self, tables: dict[str, Iterable[int]]) -> None:
+    def check(self, tables: Mapping[str, Iterable[int]]) -> None:
         """Raises AssertionError unless every block is in exactly one place.
 
         ``tables`` is what the owners believe they hold.

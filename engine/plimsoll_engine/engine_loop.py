@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 Sink = Callable[[RequestOutput], None]
 
-# So many requests lost in a row, each alone in a minimal batch, and the device is beyond help.
+# So many requests given up in a row, each alone in a minimal step: the device is beyond help.
 MAX_LOST_IN_A_ROW = 3
 
 
@@ -231,10 +231,11 @@ class EngineLoop:
         return sampled
 
     def _survive(self, step: ScheduledStep, failure: AllocationFailure) -> None:
-        """Frees what is cached and tries less at once; a request that fails alone is given up."""
+        """Frees what is cached and tries less at once; a request whose single token is refused
+        again and again is given up."""
         self._allocation_failures += 1
         self._executor.reclaim()
-        if self._budget.refused(step.num_tokens, len(step.chunks)):
+        if self._budget.refused(step.num_tokens):
             log.warning(
                 "the device refused memory in a step of %d tokens of %d requests; next: %d (%s)",
                 step.num_tokens,
@@ -244,14 +245,11 @@ class EngineLoop:
             )
             return
         self._lost_in_a_row += 1
-        for chunk in step.chunks:
-            live = self._live[chunk.sequence.request_id]
-            error = f"out of device memory, even alone in a step of {step.num_tokens} tokens"
-            log.error("request %s: %s: %s", chunk.sequence.request_id, error, failure)
-            output = RequestOutput(
-                chunk.sequence.request_id, finish_reason=FinishReason.ERROR, error=error
-            )
-            self._finish(live, output)
+        request_id = step.chunks[0].sequence.request_id
+        error = "out of device memory, even alone in a step of one token"
+        log.error("request %s: %s: %s", request_id, error, failure)
+        output = RequestOutput(request_id, finish_reason=FinishReason.ERROR, error=error)
+        self._finish(self._live[request_id], output)
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             memory = self._watch.measure(self._clock())
             raise EngineFailure(
@@ -278,7 +276,10 @@ class EngineLoop:
         now = self._clock()
         for chunk in step.chunks:
             request_id = chunk.sequence.request_id
-            self._deliver(self._live[request_id], sampled.get(request_id), now)
+            # A sink may have aborted a request of this very step.
+            live = self._live.get(request_id)
+            if live is not None and live.sequence is chunk.sequence:
+                self._deliver(live, sampled.get(request_id), now)
         self._steps += 1
         self._recomputed_tokens += completed.recomputed_tokens
         if self._observer:

@@ -1,0 +1,156 @@
+import pytest
+
+from plimsoll_engine.config import (
+    ConfigError,
+    DeviceType,
+    DType,
+    EngineConfig,
+    parse_args,
+    parse_bytes,
+    parse_length,
+)
+from plimsoll_engine.termination import FailureClass
+
+
+def parse(*argv: str, **environ: str) -> EngineConfig:
+    return parse_args(["--model", "org/name", *argv], environ)
+
+
+def test_the_model_alone_gives_the_documented_defaults() -> None:
+    assert parse() == EngineConfig(
+        model="org/name",
+        served_model_name=("org/name",),
+        block_size=16,
+        gpu_memory_utilization=0.90,
+        max_model_len=None,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        max_num_queued_reqs=1024,
+        port=8000,
+        control_port=8001,
+        shutdown_timeout=30.0,
+    )
+
+
+def test_every_flag_reaches_its_attribute() -> None:
+    config = parse(
+        *("--revision", "main", "--served-model-name", "a", "b", "--served-model-name", "c"),
+        *("--device", "cpu", "--device-memory", "1.5Gi", "--dtype", "bfloat16"),
+        *("--tensor-parallel-size", "3", "--block-size", "32", "--gpu-memory-utilization", "0.5"),
+        *("--max-model-len", "8K", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
+        *("--watermark", "0.02", "--max-num-queued-reqs", "9", "--api-key", "secret"),
+        *("--host", "::", "--port", "80", "--control-port", "0", "--control-dir", "/control"),
+        *("--limits-file", "/limits/limits.json", "--shutdown-timeout", "1.5", "--seed", "7"),
+        PLIMSOLL_MEMORY_LIMIT="629145600",
+        POD_NAME="assistant-0",
+    )
+    assert config.revision == "main"
+    assert config.served_model_name == ("a", "b", "c")
+    assert config.device is DeviceType.CPU
+    assert config.device_memory == 3 << 29
+    assert config.dtype is DType.BFLOAT16
+    assert config.tensor_parallel_size == 3
+    assert config.block_size == 32
+    assert config.gpu_memory_utilization == 0.5
+    assert config.max_model_len == 8192
+    assert config.max_num_seqs == 8
+    assert config.max_num_batched_tokens == 512
+    assert config.watermark == 0.02
+    assert config.max_num_queued_reqs == 9
+    assert config.api_key == "secret"
+    assert (config.host, config.port, config.control_port) == ("::", 80, 0)
+    assert str(config.control_dir) == "/control"
+    assert str(config.limits_file) == "/limits/limits.json"
+    assert config.shutdown_timeout == 1.5
+    assert config.seed == 7
+    assert config.memory_limit == 600 << 20
+    assert config.pod_name == "assistant-0"
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value", "allowed"),
+    [
+        (("--device", "tpu"), "--device", "tpu", "one of auto, cpu, cuda"),
+        (("--dtype", "int8"), "--dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        (("--device-memory", "2GB"), "--device-memory", "2GB", "Gi"),
+        (("--device-memory", "0"), "--device-memory", "0", "from 1"),
+        (("--tensor-parallel-size", "0"), "--tensor-parallel-size", "0", "from 1"),
+        (("--block-size", "24"), "--block-size", "24", "multiple of 16"),
+        (("--block-size", "0"), "--block-size", "0", "multiple of 16"),
+        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization", "0", "at most 1"),
+        (("--gpu-memory-utilization", "90"), "--gpu-memory-utilization", "90", "at most 1"),
+        (("--gpu-memory-utilization", "nan"), "--gpu-memory-utilization", "nan", "at most 1"),
+        (("--max-model-len", "8kb"), "--max-model-len", "8kb", "8192, 8k or 8K, or auto"),
+        (("--max-model-len", "-5"), "--max-model-len", "-5", "auto"),
+        (("--max-model-len", "0"), "--max-model-len", "0", "from 1"),
+        (("--max-num-seqs", "1.5"), "--max-num-seqs", "1.5", "whole number"),
+        (("--max-num-seqs", "4096"), "--max-num-seqs", "4096", "--max-num-batched-tokens (2048)"),
+        (("--max-num-batched-tokens", "x"), "--max-num-batched-tokens", "x", "whole number"),
+        (("--watermark", "1"), "--watermark", "1", "below 1"),
+        (("--max-num-queued-reqs", "0"), "--max-num-queued-reqs", "0", "from 1"),
+        (("--port", "65536"), "--port", "65536", "65535"),
+        (("--control-port", "8000"), "--control-port", "8000", "--port"),
+        (("--shutdown-timeout", "inf"), "--shutdown-timeout", "inf", "seconds from 0"),
+        (("--seed", "-1"), "--seed", "-1", "from 0"),
+        (("--served-model-name", ""), "--served-model-name", "['']", "not empty"),
+        (("--max-modellen", "9"), "arguments", "--max-modellen 9", "--help"),
+        (("--port",), "arguments", "argument --port: expected one argument", "--help"),
+    ],
+)
+def test_a_bad_value_names_field_value_and_what_is_allowed(
+    argv: tuple[str, ...], field: str, value: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert caught.value.field == field
+    assert str(caught.value.value) == value
+    assert allowed in caught.value.allowed
+    failure = caught.value.to_failure()
+    assert failure.failure_class is FailureClass.INVALID_CONFIGURATION
+    assert failure.exit_status == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_a_negative_value_is_an_argument_and_not_a_flag() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        parse("--max-model-len=-1")
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        parse_args([], {})
+
+
+def test_a_bad_variable_is_named_as_one() -> None:
+    with pytest.raises(ConfigError, match="PLIMSOLL_MEMORY_LIMIT: 'lots'"):
+        parse(PLIMSOLL_MEMORY_LIMIT="lots")
+
+
+def test_the_flag_wins_over_the_variable_and_an_empty_variable_is_unset() -> None:
+    assert parse("--api-key", "flag", PLIMSOLL_API_KEY="variable").api_key == "flag"
+    assert parse(PLIMSOLL_API_KEY="variable").api_key == "variable"
+    assert parse(PLIMSOLL_API_KEY="").api_key is None
+
+
+def test_the_api_key_does_not_show_in_logs_of_the_configuration() -> None:
+    assert "hidden" not in repr(parse("--api-key", "hidden"))
+
+
+def test_a_small_token_budget_narrows_the_default_batch() -> None:
+    assert parse("--max-num-batched-tokens", "64").max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("8192", 8192), ("8k", 8000), ("8K", 8192), ("25.6k", 25600), ("1M", 1 << 20), ("auto", None)],
+)
+def test_lengths_are_read_as_vllm_reads_them(text: str, tokens: int | None) -> None:
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1024", 1024), ("1k", 1000), ("600Mi", 600 << 20), ("0.5Gi", 1 << 29), ("2G", 2 * 10**9)],
+)
+def test_sizes_are_read_as_kubernetes_writes_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size

@@ -1,0 +1,149 @@
+"""Choosing tokens: exact arg-max, every knob, and draws that depend on seed and position alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
+from plimsoll_engine.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=1, temperature=1.0)
+# Probabilities 0.5, 0.3, 0.15, 0.05 of tokens 3, 1, 0, 2.
+LOGITS = torch.tensor([0.15, 0.3, 0.05, 0.5]).log()
+
+
+def choose(
+    params: SamplingParams, output: tuple[int, ...] = (), prompt: tuple[int, ...] = ()
+) -> int:
+    request = RowRequest(params, output, prompt)
+    return Sampler(0).choose(LOGITS[None].clone(), [request])[0]
+
+
+def draw_many(params: SamplingParams, draws: int = 4000) -> dict[int, float]:
+    """Shares of the tokens drawn."""
+    sampler = Sampler(0)
+    logits = LOGITS.expand(draws, -1).clone()
+    chosen = sampler.choose(logits, [RowRequest(params)] * draws)
+    return {token: count / draws for token, count in Counter(chosen).items()}
+
+
+def test_greedy_is_the_argmax_and_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 5.0]])
+    assert Sampler(0).choose(logits, [RowRequest(GREEDY)] * 2) == [1, 0]
+
+
+def test_greedy_tells_float32_neighbours_apart() -> None:
+    logits = torch.full((1, 50), 7.0)
+    logits[0, 31] = torch.nextafter(torch.tensor(7.0), torch.tensor(8.0))
+    assert Sampler(0).choose(logits, [RowRequest(GREEDY)]) == [31]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SAMPLED, {3: 0.5, 1: 0.3, 0: 0.15, 2: 0.05}),
+        (replace(SAMPLED, top_k=2), {3: 5 / 8, 1: 3 / 8}),
+        (replace(SAMPLED, top_k=100), {3: 0.5, 1: 0.3, 0: 0.15, 2: 0.05}),
+        # The smallest set that reaches the share: 0.5 alone does, 0.51 needs the second.
+        (replace(SAMPLED, top_p=0.49), {3: 1.0}),
+        (replace(SAMPLED, top_p=0.51), {3: 5 / 8, 1: 3 / 8}),
+        (replace(SAMPLED, min_p=0.5), {3: 5 / 8, 1: 3 / 8}),
+        # top_p is a share of what top_k left.
+        (replace(SAMPLED, top_k=2, top_p=0.6), {3: 1.0}),
+        (replace(SAMPLED, top_k=1), {3: 1.0}),
+        (replace(SAMPLED, temperature=0.5), {3: 0.685, 1: 0.247, 0: 0.0616, 2: 0.0068}),
+        (replace(SAMPLED, logit_bias=((2, 100.0),)), {2: 1.0}),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams, expected: dict[int, float]) -> None:
+    shares = draw_many(params)
+    assert shares.keys() <= expected.keys()
+    for token, share in expected.items():
+        assert shares.get(token, 0.0) == pytest.approx(share, abs=0.03)
+
+
+def test_very_small_temperature_is_greedy_and_finite() -> None:
+    assert draw_many(replace(SAMPLED, temperature=1e-5), draws=20) == {3: 1.0}
+
+
+def test_ends_are_masked_until_min_tokens() -> None:
+    params = replace(
+        GREEDY, min_tokens=2, eos_token_ids=frozenset({3}), stop_token_ids=frozenset({1})
+    )
+    assert choose(params, output=()) == 0
+    assert choose(params, output=(0,)) == 0
+    assert choose(params, output=(0, 0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "prompt", "expected"),
+    [
+        (replace(GREEDY, presence_penalty=1.0), (3,), (), 1),
+        # Counted once however often it came, and not for the prompt.
+        (replace(GREEDY, presence_penalty=0.4), (3, 3, 3), (), 3),
+        (replace(GREEDY, presence_penalty=1.0), (), (3,), 3),
+        (replace(GREEDY, frequency_penalty=0.4), (3, 3), (), 1),
+        (replace(GREEDY, frequency_penalty=0.4), (3,), (), 3),
+        # Logits below zero are multiplied.
+        (replace(GREEDY, repetition_penalty=2.0), (3,), (), 1),
+        (replace(GREEDY, repetition_penalty=2.0), (), (3,), 1),
+        (replace(GREEDY, logit_bias=((0, 2.0), (2, 1.0))), (), (), 0),
+    ],
+)
+def test_penalties_and_bias(
+    params: SamplingParams, output: tuple[int, ...], prompt: tuple[int, ...], expected: int
+) -> None:
+    assert choose(params, output, prompt) == expected
+
+
+def test_repetition_penalty_divides_logits_above_zero() -> None:
+    logits = torch.tensor([[4.0, 3.0, 1.0]])
+    params = replace(GREEDY, repetition_penalty=2.0)
+    assert Sampler(0).choose(logits, [RowRequest(params, (0,))]) == [1]
+    assert logits.tolist() == [[2.0, 3.0, 1.0]]
+
+
+def test_seeded_draw_depends_on_seed_and_position_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(1000, generator=generator)
+    request = RowRequest(replace(SAMPLED, seed=11), (5, 6))
+    others = [RowRequest(SAMPLED)] * 3
+    alone = Sampler(1).choose(row[None].clone(), [request])[0]
+    beside = Sampler(2).choose(
+        torch.stack([*torch.randn(3, 1000, generator=generator), row]), [*others, request]
+    )[-1]
+    assert alone == beside
+    later = [
+        Sampler(1).choose(row[None].clone(), [RowRequest(request.params, (0,) * position)])[0]
+        for position in range(8)
+    ]
+    assert len(set(later)) > 4
+
+
+def test_unseeded_draws_come_from_the_engines_seed() -> None:
+    def series(seed: int) -> list[int]:
+        sampler = Sampler(seed)
+        return [sampler.choose(torch.zeros(1, 1000), [RowRequest(SAMPLED)])[0] for _ in range(5)]
+
+    assert series(1) == series(1)
+    assert series(1) != series(2)
+
+
+def test_logprobs_have_the_token_first_then_the_top_with_ranks() -> None:
+    logits = torch.stack([LOGITS, LOGITS + 3.0])
+    first, second = token_logprobs(logits, [2, 3], [2, 0])
+    assert [(entry.token_id, entry.rank) for entry in first] == [(2, 4), (3, 1), (1, 2)]
+    assert [entry.logprob for entry in first] == pytest.approx(
+        torch.tensor([0.05, 0.5, 0.3]).log().tolist(), abs=1e-6
+    )
+    assert [(entry.token_id, entry.rank) for entry in second] == [(3, 1)]
+
+
+def test_logprobs_asked_for_more_than_there_are_give_all() -> None:
+    [entries] = token_logprobs(LOGITS[None], [0], [20])
+    assert len(entries) == 1 + len(LOGITS)
