@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from plimsoll_local.cluster import Cluster, ClusterError
+from plimsoll_local.layout import SUPERVISOR_RECORD
 
 pytestmark = pytest.mark.e2e
 
@@ -60,6 +64,55 @@ def test_a_killed_part_takes_the_cluster_along(cluster: Cluster, victim: str) ->
     assert not cluster.running
 
 
+def test_helpers_come_back_and_a_cluster_without_its_folder_ends(cluster: Cluster) -> None:
+    # `up` has promised that pods are taken, which needs this account.
+    assert cluster.get("/api/v1/namespaces/default/serviceaccounts/default") is not None
+    for name in ("plimsoll_local.services", "plimsoll_local.agent"):
+        [before] = [pid for pid in cluster.processes() if name in _command(pid)]
+        os.kill(before, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            after = [pid for pid in cluster.processes() if name in _command(pid)]
+            if after and after != [before]:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"{name} was not started again")
+    (cluster.directory / SUPERVISOR_RECORD).unlink()
+    assert wait_until_empty(cluster, seconds=30) == []
+
+
+TIED = """
+import sys, time
+from plimsoll_local.cluster import Cluster
+Cluster.up(sys.argv[1], tied=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_tied_cluster_ends_with_the_process_that_started_it() -> None:
+    cluster = Cluster.find(f"t{uuid.uuid4().hex[:6]}")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", TIED, cluster.name], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        with owner.stdout as output:
+            assert any(line == "ready\n" for line in output)
+            assert len(cluster.processes()) > 5
+            owner.kill()
+            owner.wait()
+        assert wait_until_empty(cluster, seconds=30) == []
+    finally:
+        owner.kill()
+        owner.wait()
+        cluster.down()
+
+
 def _command(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read().replace(b"\0", b" ").decode()
+    """Empty for a process that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
