@@ -117,7 +117,9 @@ async def test_what_the_server_refuses_comes_back_in_its_words(status: int, word
 
 async def test_a_server_in_trouble_is_no_refusal() -> None:
     with pytest.raises(ApiError):
-        await apply_children(Recorder(refuse=ApiError(500, "etcd is away")), {KEY: body()}, {KEY: None})
+        await apply_children(
+            Recorder(refuse=ApiError(500, "etcd is away")), {KEY: body()}, {KEY: None}
+        )
 
 
 async def test_the_status_is_written_to_exactly_this_object() -> None:
