@@ -51,15 +51,17 @@ def check_weights_fit(
         "in_use_bytes": in_use,
         "total_bytes": total,
     }
-    suggestion: dict[str, str | int | float] | None
+    suggestion: dict[str, str | int | float] | None = None
     if on_cpu:
         value = suggested_memory(config, model, dtype, size, weights=weights, in_use=in_use)
         suggestion = {"flag": "memory", "value": value}
         advice = f"a limit of {value} bytes would do"
     else:
         larger = _fitting_size(model, dtype, total - used, above=size)
-        suggestion = larger and {"flag": "--tensor-parallel-size", "value": larger}
-        advice = f"--tensor-parallel-size {larger} would do" if larger else "no size divides it so"
+        advice = "no size divides it so"
+        if larger is not None:
+            suggestion = {"flag": "--tensor-parallel-size", "value": larger}
+            advice = f"--tensor-parallel-size {larger} would do"
     raise EngineFailure(
         FailureClass.MODEL_TOO_LARGE,
         Phase.LOAD,

@@ -129,7 +129,7 @@ class ModelRunner:
     ) -> MemoryFigures:
         """Runs the worst admissible step and reports what it took.
 
-        The step is approached from a quarter of its size: each run foretells the next, so that a
+        The step is approached from a sixteenth of its size: each run foretells the next, so that a
         step which does not fit is told of (EngineFailure CudaOOMAtStart) and not tried.
         """
         layout = self.cache.layout
@@ -142,11 +142,13 @@ class ModelRunner:
         # Ranks decide alike, or they would wait for each other in different steps.
         all_rest = self._over_ranks(rest)
         activations, ran = 0, 0
-        for part in (4, 2, 1):
+        for part in (16, 4, 2, 1):
             tokens = max(1, max_num_batched_tokens // part)
-            foretold = self._over_ranks(activations) * tokens // ran if ran else 0
-            # The half is a step on the way only where the whole is not safe to try yet.
-            if part == 2 and all_rest + 2 * _SAFETY * foretold <= total:
+            per_token = self._over_ranks(activations) / ran if ran else 0.0
+            foretold = int(per_token * tokens)
+            # The steps between are needed only where the whole is not safe to try yet.
+            whole = int(per_token * max_num_batched_tokens)
+            if ran and part > 1 and all_rest + 2 * _SAFETY * whole <= total:
                 continue
             if all_rest + _SAFETY * foretold > total:
                 raise _step_does_not_fit(tokens, foretold, all_rest, total)

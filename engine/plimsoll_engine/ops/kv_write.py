@@ -7,6 +7,7 @@ import triton  # type: ignore[import-untyped]
 
 from plimsoll_engine.kernels.kv_write import kv_write_kernel
 from plimsoll_engine.kv_cache import KVCache
+from plimsoll_engine.ops.compile_options import COMPILE_OPTIONS
 
 
 def kv_write(
@@ -44,4 +45,5 @@ def kv_write(
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
         num_warps=1,
+        **COMPILE_OPTIONS,
     )

@@ -11,12 +11,13 @@ import triton  # type: ignore[import-untyped]
 from plimsoll_engine.attention_batch import AttentionBatch
 from plimsoll_engine.kernels.paged_attention import paged_attention_kernel
 from plimsoll_engine.kv_cache import KVCache
+from plimsoll_engine.ops.compile_options import COMPILE_OPTIONS
 
 HEAD_SIZES = range(16, 257)
 # tl.dot takes at least 16 rows.
 _MIN_BLOCK_M = 16
-_DECODE_TILE = 16
-_PREFILL_TILE = 32
+_NARROW_TILE = 16
+_WIDE_TILE = 32
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,16 @@ class LaunchShape:
     num_warps: int
 
 
-def launch_shape(group: int, max_query_len: int) -> LaunchShape:
+def launch_shape(group: int, max_query_len: int, head_size: int, dtype: torch.dtype) -> LaunchShape:
     """``group`` is the number of query heads per KV head."""
     block_m = max(_MIN_BLOCK_M, triton.next_power_of_2(group))
-    tile = _DECODE_TILE if max_query_len == 1 else _PREFILL_TILE
-    return LaunchShape(block_m, block_m // group, tile, num_warps=4)
+    # A wide tile pays in prefill, unless its registers spill: as they do in float32, and with the
+    # masks of a head size that is padded.
+    padded = head_size != triton.next_power_of_2(head_size)
+    narrow = max_query_len == 1 or dtype.itemsize > 2 or padded
+    return LaunchShape(
+        block_m, block_m // group, _NARROW_TILE if narrow else _WIDE_TILE, num_warps=4
+    )
 
 
 def paged_attention(
@@ -61,7 +67,7 @@ def paged_attention(
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} is not one of {layout.num_layers}")
     group = heads // layout.num_kv_heads
-    shape = launch_shape(group, max(batch.query_lens))
+    shape = launch_shape(group, max(batch.query_lens), head_size, query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     sequences = len(batch.query_lens)
     grid = (tokens // shape.block_q + sequences, layout.num_kv_heads)
@@ -90,5 +96,6 @@ def paged_attention(
         BLOCK_Q=shape.block_q,
         TILE=shape.tile,
         num_warps=shape.num_warps,
+        **COMPILE_OPTIONS,
     )
     return out
