@@ -1,0 +1,257 @@
+"""Finding a model's files, refusing what cannot be served, and telling what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plimsoll_engine import host_memory
+from plimsoll_engine.config import DeviceType, EngineConfig
+from plimsoll_engine.model_runner import ModelRunner
+from plimsoll_engine.models.config import load_model_config
+from plimsoll_engine.models.source import ModelSource, resolve_model
+from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+from support.greedy_loop import generate
+from support.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(FAMILIES["llama"], tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def load(model: Path | str, **settings: Any) -> ModelRunner:
+    runner = ModelRunner(EngineConfig(model=str(model), device=DeviceType.CPU, **settings), "cpu")
+    runner.load()
+    return runner
+
+
+def failure_of(model: Path | str, **settings: Any) -> EngineFailure:
+    with pytest.raises(EngineFailure) as failed:
+        load(model, **settings)
+    return failed.value
+
+
+# What is wrong -> what the message must say.
+SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "config is no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "cannot be read",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
+    "weights are cut off": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00"),
+        "model.safetensors cannot be read",
+    ),
+    "weight missing": (
+        lambda folder: drop_weight(folder, "model.layers.1.mlp.up_proj.weight"),
+        "lacks 1 weights, the first being model.layers.1.mlp.up_proj.weight",
+    ),
+    "weight of another size": (
+        lambda folder: change_config(folder, intermediate_size=200),
+        "gate_proj.weight has shape (192, 128)",
+    ),
+    "another architecture": (
+        lambda folder: change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+        "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2",
+    ),
+    "another head": (
+        lambda folder: change_config(folder, architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM",
+    ),
+    "another activation": (
+        lambda folder: change_config(folder, hidden_act="gelu"),
+        "activation gelu",
+    ),
+    "another rope scaling": (
+        lambda folder: change_config(
+            folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
+        "rope_type dynamic is not supported; supported: default, linear, llama3, yarn",
+    ),
+    "shard missing": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}})
+        ),
+        "lacks model-00001.safetensors",
+    ),
+}
+
+
+def drop_weight(folder: Path, name: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_model_that_cannot_be_served_is_told_by_name(model: Path, what: str) -> None:
+    spoil, said = SPOILS[what]
+    spoil(model)
+    failure = failure_of(model)
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert said in failure.message
+    assert failure.exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/nowhere/model", "/nowhere/model: no such file or folder"),
+        ("model.gguf", "model.gguf: no such file or folder"),
+        ("not-a-hub-name", "not-a-hub-name: no such file or folder"),
+        ("nobody/has-this", "neither in the local cache (HF_HOME) nor can the hub be reached"),
+    ],
+)
+def test_model_that_is_nowhere(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    failure = failure_of(name)
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert said in failure.message
+
+
+def test_file_that_is_no_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"abc")
+    assert "a file must be a .gguf file" in failure_of(tmp_path / "model.bin").message
+    (tmp_path / "model.gguf").write_bytes(b"not a GGUF file at all")
+    failure = failure_of(tmp_path / "model.gguf")
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert "cannot be read" in failure.message
+
+
+def test_hub_name_is_found_in_the_cache_offline(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--org--tiny"
+    shutil.copytree(saved, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    source = resolve_model("org/tiny")
+    assert source == ModelSource(repository / "snapshots" / commit, None, commit)
+    assert load("org/tiny").decoder.config.vocab_size == VOCAB_SIZE
+
+
+def test_weights_in_several_files(model: Path, saved: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: weights[name] for name in part}, model / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    prompts = [[1, 2, 3]]
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    results = [
+        generate(load(folder), prompts, params, block_size=16)[0].token_ids
+        for folder in (model, saved)
+    ]
+    assert results[0] == results[1]
+
+
+# Case B18: a length beyond the model's positions.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def test_b18_length_beyond_the_positions_is_refused(model: Path) -> None:
+    change_config(model, max_position_embeddings=2048)
+    failure = failure_of(model, max_model_len=8192)
+    assert failure.failure_class is FailureClass.INVALID_CONFIGURATION
+    assert failure.exit_status == 2
+    assert "8192" in failure.message
+    assert "2048" in failure.message
+    assert failure.suggestion == {"flag": "--max-model-len", "value": 2048}
+
+
+def test_b18_ceiling_is_the_positions_however_much_memory_there_is(model: Path) -> None:
+    change_config(model, max_position_embeddings=2048)
+    assert load_model_config(ModelSource(model)).max_model_len == 2048
+
+
+def test_b18_scaled_positions_are_accepted_and_finite_to_the_last(model: Path) -> None:
+    change_config(model, max_position_embeddings=2048, rope_parameters=None, rope_scaling=YARN)
+    runner = load(model, max_model_len=8192)
+    assert runner.decoder.config.max_model_len == 8192
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+    [result] = generate(runner, [[7] * 8191], params, block_size=16)
+    assert torch.tensor(result.samples[0].logprobs[0].logprob).isfinite()
+
+
+def test_sliding_window_bounds_the_length(tmp_path: Path) -> None:
+    """Full attention is right up to the window's length only."""
+    save_tiny_model(FAMILIES["mistral"], tmp_path)
+    change_config(tmp_path, sliding_window=96)
+    assert load_model_config(ModelSource(tmp_path)).max_model_len == 96
+
+
+def test_model_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The figure that the message suggests works."""
+    # 64 MiB in the embeddings: the file itself is not even needed for the refusal.
+    config = type(FAMILIES["llama"])(
+        **{**FAMILIES["llama"].to_dict(), "vocab_size": 64 * MIB // (4 * 128)}
+    )
+    save_tiny_model(config, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.rename(tmp_path / "aside")
+    small = host_memory.used_bytes() + 32 * MIB
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    failure = failure_of(tmp_path, device_memory=small, **settings)
+    assert failure.failure_class is FailureClass.MODEL_TOO_LARGE
+    assert failure.phase is Phase.LOAD
+    assert int(failure.figures["weights_bytes"]) > 128 * MIB
+    assert failure.figures["total_bytes"] == small
+    assert failure.suggestion is not None
+    assert failure.suggestion["flag"] == "memory"
+    suggested = int(failure.suggestion["value"])
+    assert str(suggested) in failure.message
+
+    (tmp_path / "aside").rename(weights)
+    runner = load(tmp_path, device_memory=suggested, **settings)
+    figures = runner.profile(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512)
+    room = int(0.9 * suggested) - figures.weights - figures.activations - figures.runtime
+    assert room >= 512 // 16 * figures.bytes_per_block
+
+
+def test_step_that_does_not_fit_is_told_of_and_not_tried(saved: Path) -> None:
+    runner = load(saved)
+    use = runner.device_use(reset_peak=True)
+    runner.shutdown()
+    # Beside what is in use now, a few MiB: a step of 32768 tokens takes a hundred.
+    total = use.used + 40 * MIB
+    tight = load(saved, device_memory=total)
+    with pytest.raises(EngineFailure) as failed:
+        tight.profile(max_num_batched_tokens=32768, max_num_seqs=256, max_model_len=512)
+    assert failed.value.failure_class is FailureClass.DEVICE_OOM_AT_START
+    assert failed.value.phase is Phase.PROFILE
+    assert failed.value.suggestion is not None
+    assert failed.value.suggestion["flag"] == "--max-num-batched-tokens"
+    assert tight.device_use().peak < total
