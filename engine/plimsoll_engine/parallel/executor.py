@@ -40,11 +40,13 @@ from plimsoll_engine.executor import (
 from plimsoll_engine.parallel.messages import (
     Call,
     Done,
+    Ended,
     Failed,
     Heartbeat,
     MemoryUse,
     OutOfMemory,
     Reply,
+    Spawned,
     Start,
 )
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
@@ -62,7 +64,6 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Member:
-    process: subprocess.Popen[bytes]
     connection: Connection
     started: float
     last_heard: float | None = None
@@ -82,6 +83,10 @@ class TensorParallelExecutor:
         self._kind = device_kind
         self._phase = Phase.LOAD
         self._members: list[_Member] = []
+        # The ranks' parent and its pipe.
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._reports: Connection | None = None
+        self._pids: tuple[int, ...] = ()
         self._memory: list[MemoryUse] = []
         self._peak_since_reset = 0
         self._blocks = 0
@@ -91,17 +96,44 @@ class TensorParallelExecutor:
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        return tuple(member.process.pid for member in self._members)
+        """In rank order; known once load() has returned."""
+        return self._pids
 
     def load(self) -> ModelLimits:
-        self._folder = Path(tempfile.mkdtemp(prefix="plimsoll-ranks-"))
-        size = self._config.tensor_parallel_size
-        for rank in range(size):
-            self._members.append(_start_rank(self._rank_environment()))
-            start = Start(self._config, self._kind, rank, str(self._folder / "store"))
-            self._members[rank].connection.send(start)
+        self._start_ranks()
         limits = self._call(ModelLimits, "load")[0]
+        self._pids = self._receive_pids()
         return limits
+
+    def _start_ranks(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="plimsoll-ranks-"))
+        pipes = [Pipe() for _ in range(self._config.tensor_parallel_size + 1)]
+        inherited = [theirs.fileno() for _, theirs in pipes]
+        self._parent = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "plimsoll_engine.parallel.rank",
+                str(os.getpid()),
+                *map(str, inherited),
+            ],
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            env=self._rank_environment(),
+        )
+        for _, theirs in pipes:
+            theirs.close()
+        self._reports = pipes[0][0]
+        for rank, (connection, _) in enumerate(pipes[1:]):
+            self._members.append(_Member(connection, time.monotonic()))
+            store = str(self._folder / "store")
+            connection.send(Start(self._config, self._kind, rank, store))
+
+    def _receive_pids(self) -> tuple[int, ...]:
+        assert self._reports is not None
+        spawned = self._reports.recv()
+        assert isinstance(spawned, Spawned)
+        return spawned.pids
 
     def _rank_environment(self) -> dict[str, str]:
         environment = dict(os.environ)
@@ -110,6 +142,8 @@ class TensorParallelExecutor:
             threads = int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
             share = max(1, threads // self._config.tensor_parallel_size)
             environment["OMP_NUM_THREADS"] = str(share)
+            # No threads before the fork.
+            environment["OPENBLAS_NUM_THREADS"] = "1"
             # Without it gloo looks up the host's name, which need not resolve in a pod.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return environment
@@ -193,12 +227,18 @@ class TensorParallelExecutor:
         self._peak_since_reset = max(self._peak_since_reset, peak)
 
     def shutdown(self) -> None:
+        if self._parent is not None:
+            # The ranks die with it.
+            self._parent.kill()
+            self._parent.wait()
+            self._parent = None
         for member in self._members:
-            member.process.kill()
-        for member in self._members:
-            member.process.wait()
+            _wait_for_end(member.connection)
             member.connection.close()
         self._members.clear()
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -296,9 +336,7 @@ class TensorParallelExecutor:
         dead = [rank for rank, reply in replies.items() if reply is None]
         if dead:
             rank = dead[0]
-            process = self._members[rank].process
-            if not what:
-                what = f"ended with status {_exit_status(process)}"
+            what = what or f"ended with status {self._exit_status(rank)}"
         else:
             rank, complaint = next(iter(failed.items()))
             what = "failed: " + complaint.message.strip().splitlines()[-1]
@@ -310,28 +348,23 @@ class TensorParallelExecutor:
             {"rank": rank, "ranks": len(self._members)},
         )
 
-
-def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
-    """Negative: the number of the signal."""
-    try:
-        return process.wait(timeout=GRACE)
-    except subprocess.TimeoutExpired:
+    def _exit_status(self, rank: int) -> int | None:
+        """Negative: the number of the signal. None: not told in time."""
+        reports = self._reports
+        try:
+            while reports is not None and reports.poll(GRACE):
+                report = reports.recv()
+                if isinstance(report, Ended) and report.rank == rank:
+                    return report.status
+        except (EOFError, OSError):
+            pass
         return None
 
 
-def _start_rank(environment: dict[str, str]) -> _Member:
-    ours, theirs = Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "plimsoll_engine.parallel.rank",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-    return _Member(process, ours, time.monotonic())
+def _wait_for_end(connection: Connection) -> None:
+    """Until the other side has closed, which a killed process does at once."""
+    try:
+        while connection.poll(GRACE):
+            connection.recv()
+    except (EOFError, OSError):
+        pass

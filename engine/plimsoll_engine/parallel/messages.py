@@ -1,8 +1,9 @@
 """What the executor and its ranks say to each other, over one pipe per rank.
 
 The executor sends a :class:`Start` and then :class:`Call`s to all ranks; each rank answers a call
-with one reply, and sends a :class:`Heartbeat` every second, whatever else it does. This module knows
-no torch.
+with one reply, and sends a :class:`Heartbeat` every second, whatever else it does. The ranks' parent
+process has a pipe too: it tells the ranks' process ids, then the end of each. This module knows no
+torch.
 """
 
 from __future__ import annotations
@@ -68,6 +69,21 @@ class Failed:
 @dataclass(frozen=True)
 class Heartbeat:
     pass
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """Process ids in rank order."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``status`` is the exit code, or minus the number of the signal."""
+
+    rank: int
+    status: int
 
 
 Reply = Done | OutOfMemory | Failed

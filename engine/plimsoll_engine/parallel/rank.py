@@ -1,7 +1,9 @@
-"""One tensor-parallel rank: a process that runs a ModelRunner as its executor tells it.
+"""The tensor-parallel ranks: processes that each run a ModelRunner as their executor tells them.
 
-Started as ``python -m plimsoll_engine.parallel.rank FD`` with one end of a pipe. It dies with its
-parent (PDEATHSIG) and when the pipe closes. Results are told by all ranks; only rank 0's count.
+Started as ``python -m plimsoll_engine.parallel.rank PARENT_PID FD FD...`` with one end of a pipe for
+itself and one for each rank. It imports torch once, forks the ranks and then only watches them. Each
+process dies with its parent (PDEATHSIG), and a rank when its pipe closes. All ranks tell results;
+only rank 0's count.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from plimsoll_engine.parallel.messages import (
     HEARTBEAT_SECONDS,
     Call,
     Done,
+    Ended,
     Failed,
     Heartbeat,
     MemoryUse,
     OutOfMemory,
     Reply,
+    Spawned,
     Start,
 )
 from plimsoll_engine.termination import EngineFailure
@@ -117,14 +121,38 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _fork_rank(connections: list[Connection], rank: int) -> int:
+    """The child's process id; in the child it does not return."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    die_with_parent(parent)
+    for other, connection in enumerate(connections):
+        if other != rank:
+            connection.close()
+    try:
+        Rank(connections[rank]).run()
+    finally:
+        # Without the interpreter's teardown: a peer may be gone, and gloo would wait for it.
+        os._exit(0)
+
+
 def main() -> None:
-    descriptor, parent = map(int, sys.argv[1:])
+    parent, own, *descriptors = map(int, sys.argv[1:])
     die_with_parent(parent)
     # Signals to the process group (a terminal's Ctrl-C) are the parent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Rank(Connection(descriptor)).run()
-    # Without the interpreter's teardown: a peer may be gone, and gloo would wait for it.
-    os._exit(0)
+    report = Connection(own)
+    connections = [Connection(descriptor) for descriptor in descriptors]
+    pids = [_fork_rank(connections, rank) for rank in range(len(connections))]
+    # A rank's pipe must close when the rank ends.
+    for connection in connections:
+        connection.close()
+    report.send(Spawned(tuple(pids)))
+    for _ in pids:
+        pid, status = os.wait()
+        report.send(Ended(pids.index(pid), os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":
