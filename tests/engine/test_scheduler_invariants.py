@@ -23,6 +23,7 @@ from plimsoll_engine.executor import AllocationFailure, StepBatch
 from plimsoll_engine.limits import Limits, LimitsOutcome
 from plimsoll_engine.reports import FinishReason
 from support.loop_harness import LoopHarness
+from support.scripted_executor import ScriptedExecutor
 
 BLOCKS = 12
 BLOCK = 4
@@ -108,21 +109,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness.executor.before_step = refuse
 
     @rule(
-        utilization=st.floats(0.82, 0.97),
+        blocks=st.integers(0, 15),
         length=st.integers(1, CEILING),
         seqs=st.integers(1, 4),
         budget=st.integers(4, 64),
         neighbour=st.integers(0, 4),
     )
-    def move_limits(
-        self, utilization: float, length: int, seqs: int, budget: int, neighbour: int
-    ) -> None:
+    def move_limits(self, blocks: int, length: int, seqs: int, budget: int, neighbour: int) -> None:
         executor = self.harness.executor
         executor.bytes_elsewhere = neighbour * executor.figures.bytes_per_block
         self.revision += 1
         asked = Limits(
-            max_model_len=length,
-            gpu_memory_utilization=utilization,
+            max_model_len=min(length, max(1, blocks * BLOCK)),
+            gpu_memory_utilization=min(1.0, utilization_of(executor, blocks)),
             max_num_seqs=min(seqs, self.bounds[1]),
             max_num_batched_tokens=min(budget, self.bounds[0]),
         )
@@ -169,6 +168,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert end.limits_outcome is LimitsOutcome.APPLIED
         # What a shrink gave up is the device's again, to the segment.
         assert end.committed_blocks - end.usable_blocks < self.harness.executor.segment_blocks
+
+
+def utilization_of(executor: ScriptedExecutor, blocks: int) -> float:
+    """At which exactly so many blocks fit."""
+    figures = executor.figures
+    fixed = figures.weights + figures.activations + figures.runtime
+    return (fixed + (blocks + 0.5) * figures.bytes_per_block) / figures.total
 
 
 EngineMachine.TestCase.settings = settings(
