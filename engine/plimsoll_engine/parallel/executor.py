@@ -324,7 +324,7 @@ class TensorParallelExecutor:
         failed = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failed)}
         for reply in failed.values():
             if reply.failure is not None:
-                return reply.failure
+                return EngineFailure(**reply.failure)
         if any(isinstance(reply, OutOfMemory) for reply in replies.values()):
             serving = self._phase is Phase.SERVING
             return EngineFailure(

@@ -8,7 +8,8 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.termination import EngineFailure
@@ -60,10 +61,18 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rank ends. ``failure`` is None for an exception that nobody foresaw."""
+    """The rank ends. ``failure`` has an EngineFailure's fields (exceptions of several arguments do
+    not travel between processes); None for an exception that nobody foresaw."""
 
     message: str
-    failure: EngineFailure | None = None
+    failure: dict[str, Any] | None = None
+
+
+def failed(failure: EngineFailure) -> Failed:
+    return Failed(
+        failure.message,
+        {field.name: getattr(failure, field.name) for field in fields(failure)},
+    )
 
 
 @dataclass(frozen=True)

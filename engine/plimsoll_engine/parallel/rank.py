@@ -35,6 +35,7 @@ from plimsoll_engine.parallel.messages import (
     Reply,
     Spawned,
     Start,
+    failed,
 )
 from plimsoll_engine.termination import EngineFailure
 
@@ -55,7 +56,7 @@ class Rank:
         try:
             runner = _start_runner(start)
         except EngineFailure as failure:
-            self._send(Failed(failure.message, failure))
+            self._send(failed(failure))
             return
         except Exception:  # noqa: BLE001 (whatever the backend raises: the executor must know)
             self._send(Failed(traceback.format_exc()))
@@ -108,7 +109,7 @@ def _answer(runner: ModelRunner, call: Call) -> Reply:
     except AllocationFailure as failure:
         return OutOfMemory(str(failure), failure.requested_bytes)
     except EngineFailure as failure:
-        return Failed(failure.message, failure)
+        return failed(failure)
     except Exception:  # noqa: BLE001 (a peer died in a collective, or worse: tell it, then end)
         return Failed(traceback.format_exc())
 
