@@ -178,12 +178,13 @@ class EngineCore:
             self._shutdown_executor()
 
     def _turn(self) -> bool:
-        """Receive, step, tell. False when the core is to stop."""
+        """Receive, schedule, execute, and tell before and after. False when the core is to stop."""
         self._receive()
         if self._closed:
             return False
+        step = self._loop.schedule()
         self._publish()
-        self._loop.step()
+        self._loop.execute(step)
         self._publish()
         return True
 

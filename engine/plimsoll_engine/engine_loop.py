@@ -136,9 +136,17 @@ class EngineLoop:
 
     def step(self) -> None:
         """One iteration; with nothing to do it still looks after memory."""
+        self.execute(self.schedule())
+
+    def schedule(self) -> ScheduledStep:
+        """The first half of a step: who runs in it is known, nothing is computed yet."""
         step = self._scheduler.schedule(self._budget.tokens)
         self._note(step)
-        if step.chunks and (sampled := self._execute(step)) is not None:
+        return step
+
+    def execute(self, step: ScheduledStep) -> None:
+        """The second half, which may take seconds."""
+        if step.chunks and (sampled := self._compute(step)) is not None:
             self._process(step, sampled)
         self._limits.settle()
         self._watch.measure_if_due(self._clock())
@@ -213,7 +221,7 @@ class EngineLoop:
         self._preemptions += len(step.preempted)
         self._preemptions_unreported += len(step.preempted)
 
-    def _execute(self, step: ScheduledStep) -> dict[str, SampledToken] | None:
+    def _compute(self, step: ScheduledStep) -> dict[str, SampledToken] | None:
         """None when the device refused memory; nothing but the batch budget has changed then."""
         batch = StepBatch(tuple(build_chunk(c.sequence, c.start, c.count) for c in step.chunks))
         try:
