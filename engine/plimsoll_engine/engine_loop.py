@@ -76,7 +76,8 @@ class EngineLoop:
         self._pool = self._commit_pool(start.memory.num_blocks)
         self._scheduler = Scheduler(self._pool, config.block_size, scheduler_limits(start.limits))
         self._resizer = PoolResizer(self._pool, self._scheduler, executor)
-        self._watch = DeviceWatch(executor, clock())
+        bytes_per_block = start.memory.figures.bytes_per_block
+        self._watch = DeviceWatch(executor, clock(), lambda: self._pool.committed * bytes_per_block)
         self._limits = LiveLimits(
             start.limits,
             start.revision,
@@ -364,12 +365,12 @@ class EngineLoop:
         plan, device = self._limits.plan, self._watch.latest
         figures = plan.figures
         kv_cache = self._pool.committed * figures.bytes_per_block
-        resting = device.total - device.free
-        peak = device.total - device.free_low_water
+        resting = device.total - device.free - kv_cache
+        activations = self._watch.peak_beside_kv - resting
         return (
             MemoryClass("weights", figures.weights, figures.weights),
-            MemoryClass("activations", figures.activations, max(0, peak - resting)),
-            MemoryClass("runtime", figures.runtime, max(0, resting - figures.weights - kv_cache)),
+            MemoryClass("activations", figures.activations, max(0, activations)),
+            MemoryClass("runtime", figures.runtime, max(0, resting - figures.weights)),
             MemoryClass("kv_cache", plan.kv_cache, kv_cache),
         )
 
