@@ -184,6 +184,20 @@ def test_a_preempting_step_admits_nobody() -> None:
     assert bench.waiting == ["b", "c"]
 
 
+def test_not_even_one_that_goes_before_the_victim_and_would_fit() -> None:
+    bench = Bench(5)
+    bench.add(("a", 8, 8))
+    bench.add(("low", 12, 8), priority=1)
+    bench.step()
+    bench.add(("c", 4, 4))
+    step = bench.schedule()
+    assert counts(step) == {"a": 1}
+    assert [s.request_id for s in step.preempted] == ["low"]
+    assert bench.pool.free == 2
+    assert bench.waiting == ["c", "low"]
+    assert bench.schedule().admitted == (bench.sequences["c"],)
+
+
 def test_one_preemption_per_step_however_many_are_short_of_blocks() -> None:
     bench = Bench(8)
     bench.add(*((name, 4, 8) for name in "abcdefgh"))
