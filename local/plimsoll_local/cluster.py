@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -278,19 +279,29 @@ def build_images() -> dict[str, Any]:
         # No network leads out of the cluster: what is not in the cache is not to be had.
         "HF_HUB_OFFLINE": "1",
     }
-    python = {"command": ["python3"], "env": environment}
+    # A checkout under /tmp, say, would be hidden by the container's own.
+    readable = [sys.prefix, sys.base_prefix, *_package_folders()]
+    python = {"command": ["python3"], "env": environment, "readable": readable}
     return {
         f"plimsoll/engine:{__version__}": {
             "entrypoint": ["python", "-m", "plimsoll_engine"],
             "env": environment,
+            "readable": readable,
         },
         f"plimsoll/operator:{__version__}": {
             "entrypoint": ["python", "-m", "plimsoll_operator"],
             "env": environment,
+            "readable": readable,
         },
         "python:local": python,
         "busybox:local": {"command": ["sh"], "env": {"PATH": search}},
     }
+
+
+def _package_folders() -> list[str]:
+    """Where this project's packages are imported from (an editable install: the checkout)."""
+    found = (find_spec(name) for name in ("plimsoll_operator", "plimsoll_engine", "plimsoll_wire"))
+    return [str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin]
 
 
 def _is_ready(node: Any) -> bool:

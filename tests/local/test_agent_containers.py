@@ -73,6 +73,7 @@ class TestRealContainers:
                 "yes",
                 "Read-only file system",
                 "yes",
+                "Read-only file system",  # shown although it is below /tmp
                 "False",  # the agent's own directory is hidden
                 "1 [1]",
             ],

@@ -150,7 +150,7 @@ async def memory_files(directory: Path) -> Json:
 
 async def file_system(directory: Path) -> Json:
     """What a container sees and may write; a mount point that this machine does not have."""
-    for name in ("volume", "visible"):
+    for name in ("volume", "visible", "shown"):
         (directory / name).mkdir()
     (directory / "hosts").write_text("1.2.3.4 here\n")
     (directory / "message").touch()
@@ -169,6 +169,7 @@ print(can_write("/tmp"))
 print(can_write("/not/on/this/machine"))
 print(can_write("/not/on/this/machine/nested"))
 print(can_write({str(directory / "visible")!r}))
+print(can_write({str(directory / "shown")!r}))
 print(os.path.exists({str(directory / "hosts")!r}))
 print(os.getpid(), sorted(int(n) for n in os.listdir("/proc") if n.isdigit()))
 open("/dev/termination-log", "w").write("the end")
@@ -184,6 +185,7 @@ open("/dev/termination-log", "w").write("the end")
             BindMount(volume, "/not/on/this/machine/nested", read_only=True),
         ),
         writable=(str(directory / "visible"),),
+        readable=(str(directory / "shown"),),
     )
     ended = await run_to_end(spec)
     return {

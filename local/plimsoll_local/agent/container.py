@@ -27,7 +27,7 @@ class ContainerSpec:
     """Everything a shim needs; all paths are absolute.
 
     The container sees this machine's files read-only, except ``writable`` (shown as they are) and
-    ``hidden`` (shown empty). ``scratch`` is a fresh directory behind /tmp, /var/tmp and /run.
+    ``hidden`` (shown empty); ``readable`` is seen even below /tmp, /var/tmp and /run. ``scratch`` is a fresh directory behind /tmp, /var/tmp and /run.
     ``root`` is an empty directory to put the new root on. ``memory_limit`` is in bytes;
     ``shared_memory`` are tmpfs directories of the pod whose use counts against it.
     """
@@ -42,6 +42,7 @@ class ContainerSpec:
     log_file: str
     mounts: tuple[BindMount, ...] = ()
     writable: tuple[str, ...] = ()
+    readable: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     memory_limit: int | None = None
     shared_memory: tuple[str, ...] = ()

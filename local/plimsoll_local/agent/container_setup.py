@@ -78,6 +78,7 @@ def build_spec(
             BindMount(str(termination_log), target),
         ),
         writable=image.writable,
+        readable=image.readable,
         hidden=(str(services.directory),),
         memory_limit=None if limit is None else parse_bytes(limit),
         shared_memory=volumes.shared_memory(pod, container),

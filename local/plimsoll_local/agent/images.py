@@ -1,7 +1,7 @@
 """What stands in for container images: a table of image name to a way of starting a program here.
 
 In: a JSON file {"name:tag": {"entrypoint": [...], "command": [...], "env": {...},
-"workingDirectory": "/", "writable": ["/path"]}}; only what differs from nothing need be there.
+"workingDirectory": "/", "writable": ["/path"], "readable": ["/path"]}}; only what differs from nothing need be there.
 Out: an :class:`Image`, or None for a name that is not in the table. Nothing is ever downloaded.
 """
 
@@ -29,6 +29,7 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict)
     working_directory: str = "/"
     writable: tuple[str, ...] = ()
+    readable: tuple[str, ...] = ()
 
     def argv(
         self, command: Sequence[str] | None, arguments: Sequence[str] | None
@@ -77,7 +78,7 @@ def _names(reference: str) -> tuple[str, ...]:
 
 
 def _build(name: str, entry: dict[str, object]) -> Image:
-    allowed = {"entrypoint", "command", "env", "workingDirectory", "writable"}
+    allowed = {"entrypoint", "command", "env", "workingDirectory", "writable", "readable"}
     unknown = sorted(set(entry) - allowed)
     if unknown:
         raise ImageTableError(
@@ -94,6 +95,7 @@ def _build(name: str, entry: dict[str, object]) -> Image:
         env={str(key): str(value) for key, value in env.items()},
         working_directory=str(entry.get("workingDirectory", "/")),
         writable=_texts(entry, "writable"),
+        readable=_texts(entry, "readable"),
     )
 
 
