@@ -93,19 +93,21 @@ def save_tiny_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Pa
 
 
 def reference_model(folder: Path) -> Any:
+    """transformers' model in float32, which never stops at an end token."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     return model.eval()
 
 
 def reference_greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """transformers' own greedy generation, without stopping early."""
+    """transformers' own greedy generation. (min_new_tokens would forbid the end token.)"""
     generated = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=max_tokens,
-        min_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
     )
     result: list[int] = generated[0, len(prompt) :].tolist()
+    assert len(result) == max_tokens
     return result
