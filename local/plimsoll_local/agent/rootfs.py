@@ -79,14 +79,14 @@ def enter_root(spec: ContainerSpec) -> None:
     for path in spec.hidden:
         if os.path.isdir(spec.root + path):
             mount("hidden", spec.root + path, "tmpfs", Mount.READ_ONLY, "size=4k")
-    for path in spec.readable:
-        # Seen already, unless the container's own scratch lies over it.
-        if is_below(path, SCRATCH_DIRECTORIES):
-            _bind_at(BindMount(path, path, read_only=True), spec.root)
     for path in spec.writable:
         _bind_at(BindMount(path, path), spec.root)
     for volume in volumes:
         _bind_at(volume, spec.root)
+    for path in spec.readable:
+        # Seen already, unless the container's own scratch, or a volume there, lies over it.
+        if is_below(path, SCRATCH_DIRECTORIES):
+            _bind_at(BindMount(path, path, read_only=True), spec.root)
 
     change_root(spec.root)
     os.chdir(spec.working_directory)
