@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
+# End-to-end tests mostly wait: three processes keep two cores busy.
+TEST_PROCESSES ?= 3
 
 .PHONY: help setup demo test check fix bench generate clean cluster-up cluster-down
 
@@ -21,7 +23,7 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 	@$(BIN)/python -m plimsoll_local demo $(ARGS)
 
 test: setup ## the whole test suite; ARGS goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: setup ## lint, format, types, import contracts, generated files; changes nothing
 	$(BIN)/ruff check .

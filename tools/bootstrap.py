@@ -55,7 +55,11 @@ def prepare() -> None:
         started = time.monotonic()
         follow(
             "installing the locked environment (about 3 GB to download the first time)",
-            [uv, "sync", "--frozen", "--all-extras", "--python", sys.executable],
+            # Compiled once: each engine would otherwise compile torch anew where Python must not.
+            [
+                *(uv, "sync", "--frozen", "--all-extras", "--compile-bytecode"),
+                *("--python", sys.executable),
+            ],
             measure=lambda: folder_progress(ENVIRONMENT),
         )
         stamp |= {"key": key, "environment_s": time.monotonic() - started}

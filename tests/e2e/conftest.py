@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import yaml
 from kubernetes.aio import config
@@ -44,12 +47,26 @@ async def server(control_plane: ControlPlane) -> AsyncIterator[ApiServer]:
         server = ApiServer(api, control_plane.kubeconfig, f"test-{uuid.uuid4().hex[:8]}")
         await server.create_namespace()
         yield server
+    await _wait_for_closed_connections(str(api.configuration.host))
 
 
 @pytest.fixture
 async def kubelet(server: ApiServer) -> AsyncIterator[FakeKubelet]:
     async with FakeKubelet(server.api, server.namespace) as kubelet:
         yield kubelet
+
+
+async def _wait_for_closed_connections(url: str) -> None:
+    """Until TLS has said goodbye on each connection that this test had. An operator in this process
+    closes its watches without waiting, and the event loop must not end before them."""
+    port = urlsplit(url).port
+    me = psutil.Process()
+    deadline = time.monotonic() + 10
+    while left := [
+        each for each in me.net_connections("tcp4") if each.raddr and each.raddr.port == port
+    ]:
+        assert time.monotonic() < deadline, f"connections are still open: {left}"
+        await asyncio.sleep(0.01)
 
 
 async def _connect(plane: ControlPlane) -> ApiClient:

@@ -120,10 +120,12 @@ def pair(models: dict[str, Path]) -> Iterator[TensorParallelExecutor]:
 
 
 def is_gone(pid: int) -> bool:
-    """A process that has ended, or is ended and not yet collected."""
+    """A process that has ended, or is ended and not yet collected. Its first thread can be dead
+    while others still hold its pipes open."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+            state = stat.read().rsplit(")", 1)[1].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except FileNotFoundError:
         return True
 
