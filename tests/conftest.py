@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 FIRST = ("local_cluster", "control_plane", "test_smollm2_greedy")
 
 
+# Before xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = {item.nodeid: find_group(item) for item in items}
     for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -242,11 +243,15 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -
 
 
 def test_step_that_does_not_fit_is_told_of_and_not_tried(saved: Path) -> None:
+    # The first runner warms up what a process allocates once.
     runner = load(saved)
-    use = runner.device_use(reset_peak=True)
+    runner.profile(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512)
+    used = runner.device_use().used
     runner.shutdown()
-    # Beside what is in use now, a few MiB: a step of 32768 tokens takes a hundred.
-    total = use.used + 40 * MIB
+    del runner
+    gc.collect()
+    # A step of 2048 tokens, the first that is tried, takes some 35 MiB; the next would be 8192.
+    total = used + 80 * MIB
     tight = load(saved, device_memory=total)
     with pytest.raises(EngineFailure) as failed:
         tight.profile(max_num_batched_tokens=32768, max_num_seqs=256, max_model_len=512)
