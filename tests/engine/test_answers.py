@@ -12,7 +12,7 @@ from plimsoll_engine.server.answers import CompletionAnswer
 from plimsoll_engine.server.generation import ChoiceDelta
 from plimsoll_engine.server.protocol import CompletionRequest
 from plimsoll_engine.server.text import Prompt
-from support.api_server import parse_events
+from support.engine_server import parse_events
 
 
 async def one_delta() -> AsyncIterator[ChoiceDelta]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from plimsoll_engine.executor import StepBatch
-from support.api_server import ApiServer, Pace, api_server, repeat
+from support.engine_server import ApiServer, Pace, api_server, repeat
 
 LONG = {"model": "m", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
 

@@ -28,7 +28,7 @@ from plimsoll_engine.control.server import SERVICE_NAME, ControlServer
 from plimsoll_engine.executor import StepBatch
 from plimsoll_wire import engine_control_pb2 as wire
 from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
-from support.api_server import ApiServer, api_server, repeat
+from support.engine_server import ApiServer, api_server, repeat
 
 IDENTITY = EngineIdentity("0.1.0", "m", "cpu", 1)
 TOKEN = [("authorization", "Bearer open-sesame")]

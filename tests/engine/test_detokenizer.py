@@ -16,7 +16,7 @@ from plimsoll_engine.detokenizer import (
     find_stop,
 )
 from plimsoll_engine.server.text import TextCodec
-from support.api_server import END, byte_tokenizer, spell
+from support.engine_server import END, byte_tokenizer, spell
 
 # Few letters, so that stop strings occur, overlap and repeat.
 TEXTS = st.text(alphabet="abé", max_size=40)

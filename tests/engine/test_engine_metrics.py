@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plimsoll_engine.metrics import EngineMetrics, token_buckets
 from plimsoll_engine.reports import FinishedRequest, FinishReason, StepStats
-from support.api_server import ApiServer, Pace, api_server, repeat
+from support.engine_server import ApiServer, Pace, api_server, repeat
 
 GAUGES = [
     "vllm:num_requests_running",

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from plimsoll_engine.server.validation import SamplingDefaults
-from support.api_server import (
+from support.engine_server import (
     END,
     ApiServer,
     api_server,

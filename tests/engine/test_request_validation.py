@@ -12,7 +12,7 @@ import pytest
 
 from plimsoll_engine.executor import StepBatch
 from plimsoll_engine.server.protocol import MAX_TOKEN_ENTRIES
-from support.api_server import (
+from support.engine_server import (
     ApiServer,
     Pace,
     api_server,

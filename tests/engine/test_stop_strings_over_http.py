@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.api_server import END, ApiServer, api_server, byte_tokenizer, say, spell
+from support.engine_server import END, ApiServer, api_server, byte_tokenizer, say, spell
 
 PIECES = ["Hello", " EN", "D O", "F", " tail", "D I", "T"]
 TOKENIZER = byte_tokenizer(PIECES)

@@ -441,7 +441,10 @@ def test_logs_as_kubectl_asks_for_them(local_namespace: LocalNamespace) -> None:
     assert local_namespace.kubectl("logs", "log", "--previous").split() == ["one", "two", "three"]
     follower = subprocess.Popen(
         [local_namespace.cluster.kubectl_path, "logs", "-f", "log", "-n", local_namespace.name],
-        env={"KUBECONFIG": str(local_namespace.cluster.cluster.kubeconfig_path)},
+        env={
+            **os.environ,
+            "KUBECONFIG": str(local_namespace.cluster.cluster.kubeconfig_path),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )

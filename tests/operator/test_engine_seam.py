@@ -27,7 +27,7 @@ from plimsoll_operator.tuning.values import (
     LimitsOutcome,
     OutcomeKind,
 )
-from support.api_server import ApiServer, api_server, repeat
+from support.engine_server import ApiServer, api_server, repeat
 from support.tuning import settings
 
 ALERTS = Path(__file__).parents[2] / "charts" / "plimsoll" / "templates" / "monitoring.yaml"

@@ -18,7 +18,7 @@ from plimsoll_engine.executor import ModelLimits, StepBatch
 from plimsoll_engine.models.tokenizer import ModelTokenizer
 from plimsoll_engine.process import run_engine
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
-from support.api_server import END, byte_tokenizer, repeat, spell
+from support.engine_server import END, byte_tokenizer, repeat, spell
 from support.scripted_executor import ScriptedExecutor, figures
 
 # A step takes this long, so that a request of a hundred tokens is a second or so in flight.
