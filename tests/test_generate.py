@@ -48,3 +48,46 @@ def test_a_definition_of_another_form_is_refused(generate: ModuleType) -> None:
         generate.chart_crd(Path("crds/a.yaml"), "metadata:\n  name: b\n")
     with pytest.raises(ValueError, match="template braces"):
         generate.chart_crd(Path("crds/a.yaml"), "metadata:\n  name: a\ndescription: '{{'\n")
+
+
+def test_the_reference_has_every_field_with_what_it_allows(generate: ModuleType) -> None:
+    schema = {
+        "description": "A thing.",
+        "properties": {
+            "kind": {"type": "string"},
+            "spec": {
+                "type": "object",
+                "x-kubernetes-validations": [{"rule": "self.a <= 3", "message": "a is at most b"}],
+                "properties": {
+                    "a": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "default": 2,
+                        "description": "One\n| two.",
+                    },
+                    "m": {"type": "string", "enum": ["Off", "Auto"]},
+                    "l": {
+                        "type": "array",
+                        "maxItems": 4,
+                        "items": {"type": "object", "properties": {"x": {"type": "number"}}},
+                    },
+                },
+            },
+        },
+    }
+    definition = {
+        "spec": {
+            "group": "g.dev",
+            "scope": "Namespaced",
+            "names": {"kind": "Thing"},
+            "versions": [{"name": "v1", "schema": {"openAPIV3Schema": schema}}],
+        }
+    }
+    lines = generate.api_reference([definition]).splitlines()
+    assert "## Thing, g.dev/v1" in lines
+    assert "| `spec.a` | integer | `2` | >= 1 | One \\| two. |" in lines
+    assert "| `spec.m` | string |  | `Off`, `Auto` |  |" in lines
+    assert "| `spec.l` | list of object |  | at most 4 items |  |" in lines
+    assert "| `spec.l[].x` | number |  |  |  |" in lines
+    assert "| `spec` | a is at most b |" in lines
+    assert not any("`kind`" in line for line in lines)

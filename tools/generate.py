@@ -1,24 +1,29 @@
-"""Makes the files that are made from others: the chart's CRDs and the Python of the .proto files.
+"""Makes the files that are made from others: the chart's CRDs, the API reference, and the Python of
+the .proto files.
 
-In: crds/*.yaml and wire/**/*.proto. Out: charts/plimsoll/files/crds/ and the modules beside each
-.proto. ``python tools/generate.py`` writes them; ``--check`` writes nothing, names what differs and
-exits 1.
+In: crds/*.yaml and wire/**/*.proto. Out: charts/plimsoll/files/crds/, docs/api.md and the modules
+beside each .proto. ``python tools/generate.py`` writes them; ``--check`` writes nothing, names what
+differs and exits 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")
 CHART_CRDS = Path("charts/plimsoll/files/crds")
 WIRE = Path("wire")
+REFERENCE = Path("docs/api.md")
 
 HEADER = "# Generated from {source} by tools/generate.py: edit that one.\n"
 # Uninstalling the chart must not delete the definitions, and with them every object.
@@ -31,6 +36,105 @@ def chart_crd(source: Path, text: str) -> str:
     if text.count(name) != 1 or "{{" in text:
         raise ValueError(f"{source}: expected `{name.strip()}` once, and no template braces")
     return HEADER.format(source=source) + text.replace(name, name + KEEP)
+
+
+def api_reference(definitions: list[dict[str, Any]]) -> str:
+    """Markdown: a table of fields for each kind and version, and the rules over several fields."""
+    lines = [
+        "# API reference",
+        "",
+        "Generated from crds/ by tools/generate.py. The same is in `kubectl explain --recursive`.",
+    ]
+    for definition in definitions:
+        spec = definition["spec"]
+        for version in spec["versions"]:
+            schema = version["schema"]["openAPIV3Schema"]
+            fields = list(walk_fields(schema))
+            lines += [
+                "",
+                f"## {spec['names']['kind']}, {spec['group']}/{version['name']}",
+                "",
+                f"{flow(schema.get('description', ''))} Scope: {spec['scope']}.",
+                "",
+                "| field | type | default | allowed | meaning |",
+                "|---|---|---|---|---|",
+                *(field_row(path, field) for path, field in fields),
+            ]
+            rules = [
+                f"| {code(path or '(whole)')} | {flow(rule.get('message') or rule['rule'])} |"
+                for path, field in [("", schema), *fields]
+                for rule in field.get("x-kubernetes-validations", ())
+            ]
+            if rules:
+                lines += ["", "| rule of | refused with |", "|---|---|", *rules]
+    return "\n".join(lines) + "\n"
+
+
+def walk_fields(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field below spec and status with its path, depth first, in the schema's order."""
+    for name, field in schema.get("properties", {}).items():
+        here = f"{path}.{name}" if path else name
+        if here in ("apiVersion", "kind", "metadata"):
+            continue
+        yield here, field
+        yield from walk_fields(field, here)
+        yield from walk_fields(field.get("items", {}), f"{here}[]")
+        values = field.get("additionalProperties")
+        if isinstance(values, dict):
+            yield from walk_fields(values, f"{here}.*")
+
+
+def field_row(path: str, field: Mapping[str, Any]) -> str:
+    default = code(json.dumps(field["default"])) if "default" in field else ""
+    cells = (
+        code(path),
+        type_of(field),
+        default,
+        allowed(field),
+        flow(field.get("description", "")),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def type_of(field: Mapping[str, Any]) -> str:
+    if field.get("x-kubernetes-int-or-string"):
+        return "integer or string"
+    if field.get("type") == "array":
+        return f"list of {type_of(field['items'])}"
+    values = field.get("additionalProperties")
+    return f"map to {type_of(values)}" if isinstance(values, dict) else field.get("type", "any")
+
+
+def allowed(field: Mapping[str, Any]) -> str:
+    """What the schema lets through, apart from the rules over several fields."""
+    parts = []
+    if "enum" in field:
+        parts.append(", ".join(code(str(value)) for value in field["enum"]))
+    for key, sign in (("minimum", ">="), ("maximum", "<=")):
+        if key in field:
+            strict = field.get(f"exclusive{key.capitalize()}")
+            parts.append(f"{sign.rstrip('=') if strict else sign} {field[key]}")
+    if "pattern" in field:
+        parts.append(code(field["pattern"].replace("|", "\\|")))
+    for key, words in (
+        ("minLength", "at least {} characters"),
+        ("maxLength", "at most {} characters"),
+        ("minItems", "at least {} items"),
+        ("maxItems", "at most {} items"),
+        ("maxProperties", "at most {} entries"),
+    ):
+        if key in field:
+            parts.append(words.format(field[key]))
+    return "; ".join(parts)
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def flow(text: str) -> str:
+    """One line that does not end a table's cell."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def wire_modules(root: Path) -> dict[Path, str]:
@@ -49,11 +153,13 @@ def wire_modules(root: Path) -> dict[Path, str]:
 
 def wanted_files(root: Path) -> dict[Path, str]:
     """Path from the root -> text of every generated file."""
+    texts = {path: path.read_text() for path in sorted((root / CRDS).glob("*.yaml"))}
     crds = {
-        CHART_CRDS / path.name: chart_crd(path.relative_to(root), path.read_text())
-        for path in sorted((root / CRDS).glob("*.yaml"))
+        CHART_CRDS / path.name: chart_crd(path.relative_to(root), text)
+        for path, text in texts.items()
     }
-    return crds | wire_modules(root)
+    reference = {REFERENCE: api_reference([yaml.safe_load(text) for text in texts.values()])}
+    return crds | reference | wire_modules(root)
 
 
 def differences(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
