@@ -561,6 +561,15 @@ class TestUnknown:
         assert verdict(decision, "MetricsAvailable").reason == "MetricsStale"
         assert len(fleet.lengths) <= 2
 
+    def test_a_step_of_twenty_seconds_freezes_without_an_alarm(self) -> None:
+        fleet = Fleet()
+        fleet.idle(10)
+        for step in (7.0, 8.0):
+            for _ in range(round(20 / INTERVAL)):
+                decision = fleet.look(**FULL, steps_total=step)
+                assert holds(decision, "MetricsAvailable")
+        assert "MetricsUnavailable" not in events(fleet)
+
     def test_no_engine_yet_is_neither_good_nor_bad(self) -> None:
         decision = Fleet().see({})
         assert verdict(decision, "MetricsAvailable").status is Status.UNKNOWN
@@ -684,6 +693,23 @@ class TestModes:
         assert decision.limits.max_model_len == 6144
         assert decision.changes[0].rule is Rule.SPEC
         assert decision.events == ()
+
+    @pytest.mark.parametrize("length", [4096, 1500])
+    def test_a_lowered_start_is_in_force_before_any_rule_moves_it(self, length: int) -> None:
+        """However long it had been calm, and although the bounds allow more."""
+        fleet = Fleet()
+        fleet.idle(600, **CALM)
+        fleet.settings = settings(start=Limits(length, 0.90), generation=2)
+        decision = fleet.look(**CALM)
+        assert decision.limits.max_model_len == length
+        assert [change.rule for change in decision.changes] == [Rule.SPEC]
+        assert decision.events == ()
+        for _ in range(3):
+            assert fleet.look(**CALM).limits.max_model_len == length
+        fleet.idle(120, **CALM)
+        rules = [change.rule for change in fleet.state.history]
+        assert fleet.lengths[-1] == 8192
+        assert set(rules[1:]) == {Rule.CALM}
 
     def test_a_raised_ceiling_waits_for_the_last_engine_of_the_old_one(self) -> None:
         fleet = Fleet()

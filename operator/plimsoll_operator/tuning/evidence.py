@@ -22,7 +22,10 @@ from plimsoll_operator.tuning.values import (
 )
 
 # A pod that is slow or away once is not reported at once; a page that lacks something is.
-_MAY_PASS = (UnknownReason.TIMED_OUT, UnknownReason.UNREACHABLE)
+_MAY_PASS = (UnknownReason.TIMED_OUT, UnknownReason.UNREACHABLE, UnknownReason.STALE)
+# A step on a shared core can take as long as a few scrapes: seconds that pages stay stale, and
+# freeze the tuner, before that is an alarm.
+_STALE_SHOWN_AFTER = 30.0
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,10 @@ def is_reportable(evidence: Evidence, scrape_interval: float, now: float) -> boo
     if any(unknown.reason not in _MAY_PASS for unknown in evidence.unknowns):
         return True
     since = evidence.unknown_since
+    stale = any(unknown.reason is UnknownReason.STALE for unknown in evidence.unknowns)
     # Two passes are never exactly one interval apart.
-    return since is not None and now - since >= 0.8 * scrape_interval
+    patience = _STALE_SHOWN_AFTER if stale else 0.8 * scrape_interval
+    return since is not None and now - since >= patience
 
 
 def unconfirmed(inputs: TuningInputs, evidence: Evidence) -> tuple[str, ...]:

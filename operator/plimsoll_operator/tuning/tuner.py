@@ -58,7 +58,14 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     waiting_for = unconfirmed(inputs, evidence)
     proposal = lesson.proposal
     held_back: tuple[Proposal, ...] = ()
-    if proposal is None and evidence.complete and _may_move(inputs, waiting_for, policy):
+    # The user's change is the one in flight: what was calm before it says nothing about it.
+    edited = before.revision > 0 and limits != before.limits
+    if (
+        proposal is None
+        and evidence.complete
+        and not edited
+        and _may_move(inputs, waiting_for, policy)
+    ):
         situation = Situation(
             settings=settings,
             policy=policy,
@@ -113,7 +120,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         metrics_available=not missing if inputs.engines else before.metrics_available,
         windows=evidence.windows,
         pressed_since=evidence.pressed_since,
-        calm_since=evidence.calm_since,
+        calm_since=None if edited else evidence.calm_since,
         unknown_since=evidence.unknown_since,
     )
     return TuningDecision(
