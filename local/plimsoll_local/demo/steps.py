@@ -28,6 +28,7 @@ from plimsoll_local.cluster import Cluster, ClusterError
 from plimsoll_local.demo import summary
 from plimsoll_local.demo.client import Endpoint, Progress, ask, play
 from plimsoll_local.demo.commands import CommandFailed, Commands
+from plimsoll_local.demo.hints import describe_play, find_kubectl
 from plimsoll_local.demo.manifests import build_pinned_copy, find_repository, read_example
 from plimsoll_local.demo.prompts import PromptWriter
 from plimsoll_local.demo.summary import (
@@ -116,7 +117,7 @@ class _Demo:
                     cluster.down()
         self._conclude(broken)
         if self._options.keep:
-            self._tell_how_to_play(cluster)
+            self._tell_how_to_play(cluster, binaries)
         return 1 if broken else 0
 
     def _build_binaries(self) -> Binaries:
@@ -273,18 +274,19 @@ class _Demo:
                 highlight=False,
             )
 
-    def _tell_how_to_play(self, cluster: Cluster) -> None:
-        name = self._example["metadata"]["name"]
-        module, cluster_name = "python -m plimsoll_local", f"--name {self._options.name}"
+    def _tell_how_to_play(self, cluster: Cluster, binaries: Binaries) -> None:
+        lines = describe_play(
+            self._options.name,
+            cluster.kubeconfig_path,
+            find_kubectl(binaries.kubectl),
+            f"{NAMESPACE}/{self._example['metadata']['name']}:{SERVICE_PORT}",
+        )
+        # Commands are to be copied: a line must not be broken where the window ends.
         self._console.print(
-            "The cluster is still up:\n"
-            f"  export KUBECONFIG={cluster.kubeconfig_path}\n"
-            "  kubectl get llmd\n"
-            f"  kubectl describe llmd {name}\n"
-            f"  {module} proxy {cluster_name} {NAMESPACE}/{name}:{SERVICE_PORT}    # an OpenAI API\n"
-            f"  {module} down {cluster_name}",
+            "\n  ".join(["The cluster is still up:", *lines]),
             highlight=False,
             markup=False,
+            soft_wrap=True,
         )
 
 
