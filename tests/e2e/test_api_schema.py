@@ -55,11 +55,28 @@ def changed(path: str, value: object) -> Json:
         (changed("engine.blockSize", 0), ["spec.engine.blockSize", "0", "or equal to 16"]),
         (
             changed("engine.gpuMemoryUtilization", 1.1),
-            ["spec.engine.gpuMemoryUtilization", "1.1", "less than or equal to 1"],
+            ["spec.engine.gpuMemoryUtilization is 1.1", "from 0.05 to 1"],
         ),
         (
             changed("engine.gpuMemoryUtilization", 0.01),
-            ["spec.engine.gpuMemoryUtilization", "0.01", "or equal to 0.05"],
+            ["spec.engine.gpuMemoryUtilization is 0.01", "from 0.05 to 1"],
+        ),
+        (
+            changed("engine.gpuMemoryUtilization", 0),
+            ["spec.engine.gpuMemoryUtilization is 0", "from 0.05 to 1"],
+        ),
+        (
+            changed("tuning.gpuMemoryUtilization.minAllowed", 0),
+            ["spec.tuning.gpuMemoryUtilization.minAllowed is 0", "from 0.05 to 1"],
+        ),
+        # The default start counts like a written one.
+        (
+            changed("tuning.gpuMemoryUtilization.minAllowed", 0.95),
+            ["spec.engine.gpuMemoryUtilization is 0.9", "at least", "0.95"],
+        ),
+        (
+            changed("tuning.gpuMemoryUtilization.maxAllowed", 0.7),
+            ["spec.engine.gpuMemoryUtilization is 0.9", "at most", "0.7"],
         ),
         (changed("engine.maxModelLen", 0), ["spec.engine.maxModelLen", "0", "or equal to 1"]),
         (changed("engine.maxNumSeqs", 0), ["spec.engine.maxNumSeqs", "0", "or equal to 1"]),
@@ -109,6 +126,12 @@ def changed(path: str, value: object) -> Json:
         (changed("rollout.progressDeadline", "0s"), ["progressDeadline is 0s", "1s to 24h"]),
         (changed("drain", "60"), ["spec.drain is 60", "0s to 1h"]),
         (changed("drain", "2h"), ["spec.drain is 2h", "0s to 1h"]),
+        (changed("drain", "9" * 20 + "h"), ["spec.drain is 999", "0s to 1h"]),
+        (changed("drain", "99999h" * 5), ["spec.drain is 999", "0s to 1h"]),
+        (
+            changed("tuning.objectives.timeToFirstToken", "99999h"),
+            ["spec.tuning.objectives.timeToFirstToken is 99999h", "1ms to 1h"],
+        ),
         (changed("monitoring.scrapeInterval", "1ms"), ["scrapeInterval is 1ms", "1s to 5m"]),
         (
             changed("resources.limits", {"nvidia.com/gpu": 1}),
@@ -122,6 +145,7 @@ def changed(path: str, value: object) -> Json:
             ["spec.resources.requests names amd.com/gpu", "spec.parallelism.tensor"],
         ),
         (changed("resources.limits", {"memory": "lots"}), ["spec.resources.limits", "lots"]),
+        (changed("resources.limits", {"memory": -5}), ["spec.resources.limits", "at least 0"]),
     ],
 )
 async def test_a_bad_value_is_refused_in_words_that_help(
