@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,9 @@ def main() -> int:
     except Missing as missing:
         print(f"\nplimsoll: {missing}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nplimsoll: stopped; the next run goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -178,14 +182,36 @@ def follow(what: str, command: list[str | Path], measure: Callable[[], str] = la
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
-    status = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, check=False
-    ).returncode
-    done.set()
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        stop(process)
+        raise
+    finally:
+        done.set()
     teller.join()
     if status:
         raise Missing(f"{what} failed with status {status}; the lines above say why")
     say(f"{what}: done in {time.monotonic() - started:.0f} s")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends an interrupted command. A terminal interrupts it too, so that it is not told a second
+    time at once; what it started itself it ends when it is let."""
+    try:
+        for patience_s in (2, 20):
+            try:
+                process.wait(patience_s)
+                return
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+        process.wait(5)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        pass
+    finally:
+        process.kill()
+        process.wait()
 
 
 def folder_progress(folder: Path) -> str:

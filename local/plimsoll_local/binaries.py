@@ -183,6 +183,9 @@ def main() -> int:
     except MissingTool as missing:
         print(f"plimsoll: {missing}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        # Who started this says so.
+        return 130
     print(f"control plane: {binaries.describe()}")
     return 0
 

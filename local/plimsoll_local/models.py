@@ -269,6 +269,9 @@ def main() -> None:
         prepared = prepare(arguments.home, lambda line: print(f"model: {line}", file=sys.stderr))
     except ModelUnavailable as error:
         sys.exit(f"model: {error}")
+    except KeyboardInterrupt:
+        # Who started this says so.
+        sys.exit(130)
     print(prepared.snapshot)
 
 

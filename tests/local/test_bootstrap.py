@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import ModuleType
@@ -113,3 +116,39 @@ def test_an_old_uv_is_not_taken(
     assert bootstrap.find_uv() == cached
     make_program(tmp_path / "path" / "uv", "echo uv 99.1.0")
     assert bootstrap.find_uv() == tmp_path / "path" / "uv"
+
+
+INTERRUPTED = """
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+bootstrap.prepare = lambda: bootstrap.follow("working", ["./work"])
+bootstrap.ROOT = Path.cwd()
+sys.exit(bootstrap.main())
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "one-process"])
+def test_an_interrupt_ends_what_runs_with_one_line(tmp_path: Path, terminal: bool) -> None:
+    """A terminal interrupts the command too, `kill -INT` this script alone."""
+    make_program(
+        tmp_path / "work",
+        "trap '/bin/sleep 0.2; echo told >> told; exit 1' INT\n"
+        "echo $$ > pid.draft; /bin/mv pid.draft pid\n"
+        "while :; do /bin/sleep 0.1; done",
+    )
+    script = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, SOURCE],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (os.killpg if terminal else os.kill)(script.pid, signal.SIGINT)
+    _, error = script.communicate(timeout=60)
+    assert script.returncode == 130
+    assert error.strip() == "plimsoll: stopped; the next run goes on from here"
+    assert (tmp_path / "told").read_text() == "told\n"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll_local import go_build
 from plimsoll_local.go_build import Estimate, GoBuild, MissingTool, Program
 
 APPLE = Program("apple", "fruit", "example.org/apple", "-s", (1,), cold_s=30)
@@ -63,6 +64,25 @@ def test_a_failed_download_says_why_and_puts_nothing_there(
     build = GoBuild(modules, tmp_path / "home", lambda line: None)
     with pytest.raises(MissingTool, match=r"GOPROXY.*example.org/bad: no such package"):
         build.run([APPLE, bad], target)
+    assert not list(target.iterdir())
+
+
+def test_an_interrupt_ends_go_and_leaves_no_draft(
+    modules: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "path" / "go"
+    waits = "  trap 'echo told > ../../../told; exit 1' INT; echo half > \"$2\"; echo going\n"
+    waits += "  while :; do sleep 0.1; done ;;\n"
+    slow.write_text(GO.replace('  echo "$last" > "$2" ;;\n', waits))
+    monkeypatch.setattr(go_build, "REPORT_INTERVAL_S", 0.5)
+
+    def interrupt(line: str) -> None:
+        if "1 of at most" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        GoBuild(modules, tmp_path / "home", interrupt).run([APPLE], target)
+    assert (tmp_path / "told").exists()
     assert not list(target.iterdir())
 
 
