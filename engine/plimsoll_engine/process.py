@@ -76,12 +76,13 @@ def run_engine(
     try:
         # What can be wrong with the place comes first: it takes no time to find out.
         listener = bind(config.host, config.port)
+        control_port = _hold_control_port(config)
         credentials = None if config.control_dir is None else read_credentials(config.control_dir)
         log.info("plimsoll %s: loading %s", __version__, config.model)
         tokenizer = (load_tokenizer or _load_tokenizer)(config)
         metrics = EngineMetrics(config.served_model_name[0])
         core = EngineCore(config, (build_executor or _build_executor)(config), observer=metrics)
-        engine = _start_engine(config, core, metrics, tokenizer, credentials)
+        engine = _start_engine(config, core, metrics, tokenizer, credentials, control_port)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(engine, listener, config.shutdown_timeout))
     except ConfigError as error:
@@ -100,6 +101,14 @@ def run_engine(
     if core is not None:
         core.stop()
     return status
+
+
+def _hold_control_port(config: EngineConfig) -> socket.socket | None:
+    """Keeps the port until gRPC can take it, which is after seconds of imports."""
+    if not config.control_port:
+        return None
+    host = "127.0.0.1" if config.control_dir is None else "0.0.0.0"
+    return bind(host, config.control_port, flag="--control-port")
 
 
 # Imported where they are needed, not above: a port in use or a missing model should not wait for
@@ -124,6 +133,7 @@ def _start_engine(
     metrics: EngineMetrics,
     loaded: ModelTokenizer,
     credentials: ControlCredentials | None,
+    control_port: socket.socket | None,
 ) -> Engine:
     """Everything but listening. What takes memory of its own comes before the core measures it."""
     from transformers import PreTrainedTokenizerFast
@@ -136,10 +146,11 @@ def _start_engine(
         raise EngineFailure(FailureClass.MODEL_LOAD_FAILED, Phase.LOAD, message)
     codec = TextCodec(loaded.tokenizer)
     control = None
-    if config.control_port:
+    if control_port is not None:
         identity = EngineIdentity(
             __version__, config.served_model_name[0], device, config.tensor_parallel_size
         )
+        control_port.close()
         control = ControlServer(core, identity, port=config.control_port, credentials=credentials)
     log.info("loading the weights and planning the memory on %s", device)
     core.start()
@@ -150,7 +161,9 @@ def _start_engine(
         root=config.model,
         vocab_size=snapshot.model.vocab_size,
         ceiling=snapshot.ceiling,
-        defaults=read_defaults(loaded.sampling_defaults, loaded.eos_token_ids),
+        defaults=read_defaults(
+            loaded.sampling_defaults, loaded.eos_token_ids, snapshot.model.vocab_size
+        ),
     )
     service = Service(
         core,

@@ -234,6 +234,23 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None
     assert f"127.0.0.1:{port}" in document["message"]
 
 
+@pytest.mark.parametrize("flag", ["--port", "--control-port"])
+def test_of_two_engines_that_start_at_once_one_is_told_before_it_loads(
+    tmp_path: Path, flag: str
+) -> None:
+    port = str(free_port())
+    with engine_process(tmp_path, scripted("slow-load"), flag, port) as first:
+        assert first.process.stdout is not None
+        assert first.process.stdout.readline() == "LOADING\n"
+        with engine_process(tmp_path, scripted("slow-load"), flag, port) as second:
+            assert second.end()[0] == 2
+            document = second.termination()
+        assert first.process.poll() is None
+    assert document["class"] == "InvalidConfiguration"
+    assert document["figures"]["field"] == flag
+    assert f":{port}" in document["message"]
+
+
 def test_a_bad_flag_ends_in_2_without_loading_torch(tmp_path: Path) -> None:
     module = ["-X", "importtime", "-m", *REAL]
     command = [sys.executable, *module, "--model", "m", "--block-size", "17"]
