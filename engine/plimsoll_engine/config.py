@@ -9,7 +9,6 @@ checked by ``memory``.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,16 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 Member = TypeVar("Member", bound=StrEnum)
+
+_SHOWN_CHARACTERS = 200
+# Far above what any device or model has, and far below what any integer of a library holds.
+MAX_LENGTH = 2**31 - 1
+MAX_BYTES = 1 << 60
+MAX_BATCHED_TOKENS = 1 << 24
+MAX_REQUESTS = 1 << 20
+MAX_RANKS = 128
+MAX_BLOCK_SIZE = 256
+MAX_SECONDS = 86400
 
 
 class DeviceType(StrEnum):
@@ -51,7 +60,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}: {str(value)!r} is not allowed; expected {allowed}")
+        shown = _shorten(str(value))
+        super().__init__(f"{field}: {shown!r} is not allowed; expected {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
@@ -61,8 +71,17 @@ class ConfigError(ValueError):
             FailureClass.INVALID_CONFIGURATION,
             Phase.CONFIGURATION,
             str(self),
-            figures={"field": self.field, "value": str(self.value), "allowed": self.allowed},
+            figures={
+                "field": self.field,
+                "value": _shorten(str(self.value)),
+                "allowed": self.allowed,
+            },
         )
+
+
+def _shorten(text: str) -> str:
+    """The termination message has room for some 4000 bytes in all."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
     if given.model is None:
         raise ConfigError("--model", "", "a folder, a .gguf file or a Hugging Face name org/name")
     flags = _Flags(given, environ)
-    max_num_batched_tokens = flags.read("max_num_batched_tokens", _positive_int, 2048)
+    max_num_batched_tokens = flags.read(
+        "max_num_batched_tokens", _positive_int(MAX_BATCHED_TOKENS), 2048
+    )
     config = EngineConfig(
         model=flags.read("model", _text, ""),
         revision=flags.read("revision", _text, None),
@@ -125,15 +146,17 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         device=flags.read("device", _member_of(DeviceType), DeviceType.AUTO),
         device_memory=flags.read("device_memory", parse_bytes, None),
         dtype=flags.read("dtype", _member_of(DType), DType.AUTO),
-        tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int, 1),
-        block_size=flags.read("block_size", _multiple_of_16, 16),
+        tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int(MAX_RANKS), 1),
+        block_size=flags.read("block_size", _block_size, 16),
         gpu_memory_utilization=flags.read("gpu_memory_utilization", _utilization, 0.90),
         max_model_len=flags.read("max_model_len", parse_length, None),
-        max_num_seqs=flags.read("max_num_seqs", _positive_int, min(256, max_num_batched_tokens)),
+        max_num_seqs=flags.read(
+            "max_num_seqs", _positive_int(MAX_REQUESTS), min(256, max_num_batched_tokens)
+        ),
         max_num_batched_tokens=max_num_batched_tokens,
         watermark=flags.read("watermark", _watermark, 0.0),
-        max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int, 1024),
-        api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY"),
+        max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
+        api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY", secret=True),
         host=flags.read("host", _text, "0.0.0.0"),
         port=flags.read("port", _port, 8000),
         control_port=flags.read("control_port", _port_or_off, 8001),
@@ -153,8 +176,10 @@ def parse_length(text: str) -> int | None:
     if text == "auto":
         return None
     tokens = _scaled(text, {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2})
-    if tokens is None or tokens < 1:
-        raise ValueError("a number of tokens from 1, such as 8192, 8k or 8K, or auto")
+    if tokens is None or not 1 <= tokens <= MAX_LENGTH:
+        raise ValueError(
+            f"a number of tokens from 1 to {MAX_LENGTH}, such as 8192, 8k or 8K, or auto"
+        )
     return tokens
 
 
@@ -166,8 +191,10 @@ def parse_bytes(text: str) -> int:
     decimal = {unit: 1000**power for power, unit in enumerate(["", "k", "M", "G", "T"])}
     binary = {unit: 1024**power for power, unit in enumerate(["Ki", "Mi", "Gi", "Ti"], start=1)}
     size = _scaled(text, decimal | binary)
-    if size is None or size < 1:
-        raise ValueError("a number of bytes from 1, plain or with k, M, G, T, Ki, Mi, Gi or Ti")
+    if size is None or not 1 <= size <= MAX_BYTES:
+        raise ValueError(
+            "a number of bytes from 1 to 2^60, plain or with k, M, G, T, Ki, Mi, Gi or Ti"
+        )
     return size
 
 
@@ -202,8 +229,10 @@ class _Flags:
         default: Default,
         *,
         variable: str | None = None,
+        secret: bool = False,
     ) -> Value | Default:
-        """The flag wins over the variable; an empty variable counts as unset."""
+        """The flag wins over the variable; an empty variable counts as unset. The value of a
+        ``secret`` is not repeated in the error."""
         text: str | list[str] | None = getattr(self._given, flag) if flag else None
         name = f"--{flag.replace('_', '-')}" if flag else ""
         if text is None and variable and self._environ.get(variable):
@@ -213,7 +242,7 @@ class _Flags:
         try:
             return reader(text)
         except ValueError as error:
-            raise ConfigError(name, text, str(error)) from None
+            raise ConfigError(name, "***" if secret else text, str(error)) from None
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -282,12 +311,19 @@ def _scaled(text: str, units: Mapping[str, int]) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-zA-Z]*)", text)
     if match is None or match[2] not in units:
         return None
-    return int(Decimal(match[1]) * units[match[2]])
+    size = Decimal(match[1]) * units[match[2]]
+    # Thousands of digits are no size, and Python would refuse to print them.
+    return int(size) if size <= MAX_BYTES else None
 
 
 def _text(text: str) -> str:
     if not text:
         raise ValueError("a text that is not empty")
+    try:
+        text.encode()
+    # Bytes that are no UTF-8 come as lone surrogates, which no answer, label or log can carry.
+    except UnicodeEncodeError:
+        raise ValueError("a text in UTF-8") from None
     return text
 
 
@@ -305,19 +341,20 @@ def _member_of(enum: type[Member]) -> Callable[[str], Member]:
     return read
 
 
-def _integer(text: str, low: int, high: float, allowed: str) -> int:
-    if not re.fullmatch(r"\d+", text) or not low <= int(text) <= high:
+def _integer(text: str, low: int, high: int, allowed: str) -> int:
+    # Twenty digits: Python refuses to read some thousands of them with an error of its own.
+    if not re.fullmatch(r"\d{1,20}", text) or not low <= int(text) <= high:
         raise ValueError(allowed)
     return int(text)
 
 
-def _positive_int(text: str) -> int:
-    return _integer(text, 1, math.inf, "a whole number from 1")
+def _positive_int(high: int) -> Callable[[str], int]:
+    return lambda text: _integer(text, 1, high, f"a whole number from 1 to {high}")
 
 
-def _multiple_of_16(text: str) -> int:
-    allowed = "a multiple of 16"
-    size = _integer(text, 16, math.inf, allowed)
+def _block_size(text: str) -> int:
+    allowed = f"a multiple of 16 from 16 to {MAX_BLOCK_SIZE}"
+    size = _integer(text, 16, MAX_BLOCK_SIZE, allowed)
     if size % 16:
         raise ValueError(allowed)
     return size
@@ -354,4 +391,5 @@ def _watermark(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    return _number(text, "seconds from 0", lambda x: 0 <= x < math.inf)
+    # Beyond some 292 years the clocks below Python overflow; nobody means more than a day.
+    return _number(text, f"seconds from 0 to {MAX_SECONDS}", lambda x: 0 <= x <= MAX_SECONDS)

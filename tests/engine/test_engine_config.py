@@ -1,3 +1,6 @@
+import os
+import re
+
 import pytest
 
 from plimsoll_engine.config import (
@@ -9,7 +12,7 @@ from plimsoll_engine.config import (
     parse_bytes,
     parse_length,
 )
-from plimsoll_engine.termination import FailureClass
+from plimsoll_engine.termination import MAX_MESSAGE_BYTES, FailureClass
 
 
 def parse(*argv: str, **environ: str) -> EngineConfig:
@@ -91,6 +94,9 @@ def test_every_flag_reaches_its_attribute() -> None:
         (("--port", "65536"), "--port", "65536", "65535"),
         (("--control-port", "8000"), "--control-port", "8000", "--port"),
         (("--shutdown-timeout", "inf"), "--shutdown-timeout", "inf", "seconds from 0"),
+        (("--shutdown-timeout", "9.3e9"), "--shutdown-timeout", "9.3e9", "from 0 to 86400"),
+        (("--shutdown-timeout", "nan"), "--shutdown-timeout", "nan", "from 0 to 86400"),
+        (("--block-size", "1048576"), "--block-size", "1048576", "from 16 to 256"),
         (("--seed", "-1"), "--seed", "-1", "from 0"),
         (("--served-model-name", ""), "--served-model-name", "['']", "not empty"),
         (("--max-modellen", "9"), "arguments", "--max-modellen 9", "--help"),
@@ -109,6 +115,54 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(
     assert failure.failure_class is FailureClass.INVALID_CONFIGURATION
     assert failure.exit_status == 2
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("digits", ["1000000000000000000", "9" * 40, "9" * 5000])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--tensor-parallel-size",
+        "--block-size",
+        "--max-model-len",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--max-num-queued-reqs",
+        "--shutdown-timeout",
+        "--port",
+        "--control-port",
+    ],
+)
+def test_no_number_is_too_large_to_be_refused(flag: str, digits: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flag, digits)
+    assert caught.value.field == flag
+    assert re.search(r"from \d+ to \d+", caught.value.allowed)
+    assert len(caught.value.to_failure().to_json()) < MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("variable", ["--device-memory", "PLIMSOLL_MEMORY_LIMIT"])
+@pytest.mark.parametrize("size", ["9" * 5000, "9" * 5000 + "Ti", "1048577Ti"])
+def test_no_size_is_too_large_to_be_refused(variable: str, size: str) -> None:
+    argv, environ = ((variable, size), {}) if variable.startswith("-") else ((), {variable: size})
+    with pytest.raises(ConfigError, match=variable) as caught:
+        parse(*argv, **environ)
+    assert "from 1 to 2^60" in caught.value.allowed
+    assert len(caught.value.to_failure().to_json()) < MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key", "--host", "--revision"])
+def test_bytes_that_are_no_utf8_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flag, os.fsdecode(b"a\xff"))
+    assert caught.value.field == flag
+    assert "UTF-8" in caught.value.allowed
+
+
+def test_a_bad_api_key_is_not_repeated() -> None:
+    secret = os.fsdecode(b"hidden\xff")
+    with pytest.raises(ConfigError, match="PLIMSOLL_API_KEY") as caught:
+        parse(PLIMSOLL_API_KEY=secret)
+    assert "hidden" not in caught.value.to_failure().to_json()
 
 
 def test_a_negative_value_is_an_argument_and_not_a_flag() -> None:
