@@ -16,6 +16,9 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A suggested utilization leaves the device something: 1.0 would be right on paper alone.
 _HIGHEST_SUGGESTED_UTILIZATION = 0.98
+# How far two measurements of the same engine have been seen apart is 2 MiB.
+_MEASURING_NOISE = 16 << 20
+_MEMORY_STEP = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,10 @@ def _utilization_for(figures: MemoryFigures, num_blocks: int) -> float:
 
 
 def _memory_for(figures: MemoryFigures, utilization: float, num_blocks: int) -> int:
-    """The device (or container) that would do, in whole MiB."""
+    """The device (or container) that would do, in whole steps and with room: the next start does
+    not measure quite the same."""
     needed = (_fixed(figures) + num_blocks * figures.bytes_per_block) / utilization
-    return math.ceil(needed / (1 << 20)) << 20
+    return math.ceil((needed + _MEASURING_NOISE) / _MEMORY_STEP) * _MEMORY_STEP
 
 
 def _figures(figures: MemoryFigures) -> dict[str, int | float | str]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plimsoll_engine.executor import DeviceMemory, MemoryFigures, ModelLimits
@@ -127,6 +129,20 @@ def test_weights_that_fill_the_device_are_too_large_and_the_memory_that_would_do
     assert isinstance(memory, int)
     enough = MemoryFigures(memory, 300 * MIB, 100 * MIB, 50 * MIB, MIB)
     assert plan(figures=enough, free=memory - 350 * MIB, max_model_len=160).ceiling == 160
+
+
+@pytest.mark.parametrize("noise", [-2, 0, 2])
+@pytest.mark.parametrize("total", range(380, 460, 7))
+def test_the_suggested_memory_works_though_the_next_start_measures_a_little_more(
+    total: int, noise: int
+) -> None:
+    small = replace(FIGURES, total=total * MIB)
+    refused = failure(figures=small, free=max(0, (total - 350) * MIB), max_model_len=2048)
+    memory = refused.figures["memory_needed_bytes"]
+    assert isinstance(memory, int)
+    assert str(format_bytes(memory)) in refused.message
+    again = replace(FIGURES, total=memory, activations=(100 + noise) * MIB)
+    assert plan(figures=again, free=memory - 350 * MIB, max_model_len=2048).ceiling == 2048
 
 
 def test_a_busy_device_is_told_from_one_that_is_too_small() -> None:
