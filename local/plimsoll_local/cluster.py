@@ -30,6 +30,7 @@ import yaml
 
 from plimsoll_local import __version__, relay
 from plimsoll_local.binaries import cache_home, ensure_binaries
+from plimsoll_local.interrupts import interrupts_deferred
 from plimsoll_local.layout import (
     IMAGES,
     KUBECONFIG,
@@ -192,7 +193,8 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         self.directory.mkdir(parents=True)
         (self.directory / IMAGES).write_text(json.dumps(images, indent=2))
-        with (self.directory / SUPERVISOR_LOG).open("wb") as output:
+        # What runs is recorded, or it could not be ended.
+        with interrupts_deferred(), (self.directory / SUPERVISOR_LOG).open("wb") as output:
             supervisor = subprocess.Popen(
                 [
                     sys.executable, "-m", "plimsoll_local.supervisor",
@@ -202,21 +204,24 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=tied_to(os.getpid()) if tied else None,  # noqa: PLW1509 - one system call
             )  # fmt: skip
-        try:
             (self.directory / SUPERVISOR_RECORD).write_text(
                 json.dumps({"pid": supervisor.pid, "started": _start_time(supervisor.pid)})
             )
+        try:
             self._wait_ready(supervisor, report)
-        except BaseException:
-            evidence = read_tail(self.directory / SUPERVISOR_LOG, 40)
-            supervisor.terminate()
-            supervisor.wait()
-            self._end()
-            print(evidence, file=sys.stderr)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                print(read_tail(self.directory / SUPERVISOR_LOG, 40), file=sys.stderr)
+            Cluster(self.name, self.directory, supervisor)._end()
             raise
         return supervisor
 
     def _end(self) -> None:
+        # A second Ctrl-C would leave processes or the folder behind.
+        with interrupts_deferred():
+            self._end_all()
+
+    def _end_all(self) -> None:
         pid = self._supervisor_pid()
         if pid is not None:
             _signal(pid, signal.SIGTERM)

@@ -110,6 +110,33 @@ def test_a_tied_cluster_ends_with_the_process_that_started_it() -> None:
         cluster.down()
 
 
+UP = """
+import sys
+from plimsoll_local.cluster import Cluster
+Cluster.up(sys.argv[1])
+"""
+
+
+def test_an_interrupted_start_leaves_nothing() -> None:
+    """Also when the user is impatient, and though this cluster is tied to nobody."""
+    cluster = Cluster.find(f"i{uuid.uuid4().hex[:6]}")
+    owner = subprocess.Popen([sys.executable, "-c", UP, cluster.name], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not cluster.processes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(3):
+            owner.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert owner.wait(60) == -signal.SIGINT
+        assert cluster.processes() == []
+        assert not cluster.directory.exists()
+    finally:
+        owner.kill()
+        owner.wait()
+        cluster.down()
+
+
 def _command(pid: int) -> str:
     """Empty for a process that has ended meanwhile."""
     try:

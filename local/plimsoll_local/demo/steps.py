@@ -9,8 +9,8 @@ is to be kept.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from plimsoll_local.cluster import Cluster, ClusterError
 from plimsoll_local.demo import summary
 from plimsoll_local.demo.client import Endpoint, Progress, ask, play
 from plimsoll_local.demo.commands import CommandFailed, Commands
-from plimsoll_local.demo.hints import describe_play, find_kubectl
+from plimsoll_local.demo.hints import describe_down, describe_play, find_kubectl
 from plimsoll_local.demo.manifests import build_pinned_copy, find_repository, read_example
 from plimsoll_local.demo.prompts import PromptWriter
 from plimsoll_local.demo.summary import (
@@ -41,6 +41,7 @@ from plimsoll_local.demo.timeline import Cost, Timeline
 from plimsoll_local.demo.traffic import read_excerpt, shape_burst
 from plimsoll_local.demo.view import Side, show
 from plimsoll_local.demo.watch import POLL_INTERVAL_S, Watch, find_condition, follow
+from plimsoll_local.interrupts import interrupts_deferred
 
 NAMESPACE = "default"
 OPERATOR_NAMESPACE = "plimsoll-system"
@@ -66,10 +67,11 @@ class Options:
 def run(options: Options) -> int:
     """Runs the demo and returns the exit code of the process."""
     console = Console()
+    demo = _Demo(options, console)
     try:
-        return asyncio.run(_Demo(options, console).run())
+        return demo.run()
     except KeyboardInterrupt:
-        console.print("stopped; the cluster is gone")
+        console.print(demo.describe_stop(), highlight=False, markup=False, soft_wrap=True)
         return 130
 
 
@@ -83,42 +85,54 @@ class _Demo:
         self._repository = find_repository()
         self._example = read_example(self._repository)
         self._pinned = build_pinned_copy(self._example)
+        self._started = False
 
-    async def run(self) -> int:
+    def run(self) -> int:
         # 1. what is made once: the control plane's programs, the model
         # 2. a cluster, the operator by helm, the example by kubectl
         # 3. one question
         # 4. the burst, against a pinned copy and the tuned example at once
         # 5. the table and the verdict
+        #
+        # Up to the cluster outside the event loop, which would hear of a Ctrl-C only between steps.
         binaries = self._build_binaries()
         model = self._prepare_model()
-        broken: list[str] = []
-        cluster = self._start_cluster()
-        try:
-            commands = Commands(
-                binaries.kubectl, binaries.helm, cluster.kubeconfig_path, self._timeline.say
-            )
-            try:
-                await self._install_operator(commands)
-                async with _connect(cluster.kubeconfig_path) as api:
-                    await self._apply(commands, api, self._example, model)
-                    broken += await self._ask(cluster)
-                    await self._apply(commands, api, self._pinned, model)
-                    results = await self._replay_burst(cluster, api, model)
-                broken += self._report(results)
-            except (DemoFailed, CommandFailed, ClusterError) as error:
-                broken.append(str(error))
-                await self._show_evidence(commands)
-        finally:
-            task = asyncio.current_task()
-            interrupted = task is not None and task.cancelling() > 0
-            if interrupted or not self._options.keep:
-                with self._timeline.step("take the cluster down"):
-                    cluster.down()
+        with self._cluster() as cluster:
+            broken = asyncio.run(self._play(cluster, binaries, model))
         self._conclude(broken)
         if self._options.keep:
             self._tell_how_to_play(cluster, binaries)
         return 1 if broken else 0
+
+    async def _play(
+        self, cluster: Cluster, binaries: Binaries, model: models.PreparedModel
+    ) -> list[str]:
+        """Everything that happens on the cluster; returns what failed."""
+        commands = Commands(
+            binaries.kubectl, binaries.helm, cluster.kubeconfig_path, self._timeline.say
+        )
+        broken: list[str] = []
+        try:
+            await self._install_operator(commands)
+            async with _connect(cluster.kubeconfig_path) as api:
+                await self._apply(commands, api, self._example, model)
+                broken += await self._ask(cluster)
+                await self._apply(commands, api, self._pinned, model)
+                results = await self._replay_burst(cluster, api, model)
+            broken += self._report(results)
+        except (DemoFailed, CommandFailed, ClusterError) as error:
+            broken.append(str(error))
+            await self._show_evidence(commands)
+        return broken
+
+    def describe_stop(self) -> str:
+        """What an interrupt has left, as it is found and not as it was meant."""
+        if not self._started:
+            return "stopped before a cluster was started"
+        cluster = Cluster.find(self._options.name)
+        if cluster.directory.exists() or cluster.processes():
+            return f"stopped; some of the cluster is left: {describe_down(cluster.name)}"
+        return "stopped; the cluster is gone"
 
     def _build_binaries(self) -> Binaries:
         with self._timeline.step("build the control plane, or find it built", Cost.FIRST_RUN):
@@ -128,9 +142,23 @@ class _Demo:
         with self._timeline.step("prepare the model, or find it prepared", Cost.FIRST_RUN):
             return models.ensure_prepared(cache_home() / "models", self._timeline.say)
 
-    def _start_cluster(self) -> Cluster:
+    @contextmanager
+    def _cluster(self) -> Iterator[Cluster]:
+        """A cluster for the body. Interrupted, it is not kept: nobody would expect one."""
+        keep = self._options.keep
         with self._timeline.step("start the cluster"):
-            return Cluster.up(self._options.name, self._timeline.say, tied=not self._options.keep)
+            self._started = True
+            cluster = Cluster.up(self._options.name, self._timeline.say, tied=not keep)
+        try:
+            yield cluster
+        except KeyboardInterrupt:
+            keep = False
+            raise
+        finally:
+            if not keep:
+                # A second Ctrl-C must not skip it.
+                with interrupts_deferred(), self._timeline.step("take the cluster down"):
+                    cluster.down()
 
     async def _install_operator(self, commands: Commands) -> None:
         with self._timeline.step("install the operator"):
