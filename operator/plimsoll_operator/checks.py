@@ -186,53 +186,6 @@ def _stalled(view: View) -> Verdict:
     return Verdict("Stalled", Status.FALSE, "AsExpected", "nothing waits for a change of the spec")
 
 
-def find_stall(
-    observed: Observed,
-    *,
-    applied: bool,
-    refusals: tuple[Violation, ...],
-    give_up: Violation | None,
-) -> Violation | None:
-    """What only the user can change. ``give_up``: restarting will not help the wanted revision."""
-    if refusals:
-        return refusals[0]
-    recorded = recorded_give_up(observed)
-    if recorded is not None:
-        return recorded
-    return give_up if applied and may_give_up(observed) else None
-
-
-def recorded_give_up(observed: Observed) -> Violation | None:
-    """The stall in status, as long as neither the spec nor the template has changed since: the
-    failed pods, and the evidence with them, may be gone by now."""
-    status, statefulset = observed.status, observed.statefulset
-    if statefulset is None:
-        return None
-    if statefulset.update_revision not in status.get("revision", {}).get("blocked", []):
-        return None
-    for condition in status.get("conditions", []):
-        if (
-            condition["type"] == "Stalled"
-            and condition["status"] == Status.TRUE
-            and condition["observedGeneration"] == observed.deployment.generation
-        ):
-            return Violation(condition["reason"], condition["message"])
-    return None
-
-
-def may_give_up(observed: Observed) -> bool:
-    """Not on a template that has worked before, nor on one that works in some pod: then the
-    template is not what is broken."""
-    statefulset = observed.statefulset
-    if statefulset is None or statefulset.observed_generation < statefulset.generation:
-        return False
-    if observed.status.get("revision", {}).get("lastKnownGood") == statefulset.update_revision:
-        return False
-    return not any(
-        pod.ready and pod.revision == statefulset.update_revision for pod in observed.pods
-    )
-
-
 def foreign_children(observed: Observed) -> Violation | None:
     """An object that has a child's name but belongs to somebody else is never taken over."""
     for (kind, name), body in observed.children.items():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plimsoll_operator import checks
+from plimsoll_operator import checks, stall
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
     apply_children,
@@ -120,7 +120,13 @@ async def reconcile(
     )
 
     # 3. Plan.
-    step = next_step(observed, given_up=checks.recorded_give_up(observed) is not None)
+    blocked = stall.recorded_give_up(observed, applied=applied)
+    try_at = stall.next_try(observed, blocked, failures, now)
+    step = next_step(
+        observed,
+        given_up=blocked is not None,
+        try_again=try_at is not None and try_at <= now,
+    )
 
     # 4. Build.
     credentials = observed.credentials or make_credentials(deployment.name, now)
@@ -151,12 +157,18 @@ async def reconcile(
         if decision.give_up is None
         else Violation(decision.give_up.reason, decision.give_up.message)
     )
-    stall = checks.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
+    stalled = stall.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
+    shown = stalled and stall.explain(
+        stalled,
+        try_at=stall.next_try(observed, stalled, failures, now),
+        room=step.partition < deployment.replicas,
+        now=now,
+    )
     view = checks.View(
         observed=observed,
         failures=checks.current_failures(observed.pods, failures),
         applied=applied,
-        stall=stall,
+        stall=shown,
         now=now,
     )
     status = build_status(
@@ -168,7 +180,7 @@ async def reconcile(
             limits=decision.limits,
             source=decision.source,
             recorded=record_tuning(decision),
-            given_up=stall is not None and stall == give_up,
+            given_up=stalled is not None and stalled == give_up,
         )
     )
     events = decision.events

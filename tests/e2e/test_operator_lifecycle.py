@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from plimsoll_operator import cluster as api
+from plimsoll_operator.plan import retry
 from support.apiserver import ApiServer, ScriptedEngines, condition_of, operator_in_process, until
 from support.kubelet import (
     FakeKubelet,
@@ -474,6 +475,98 @@ async def test_a_later_template_that_cannot_work_leaves_the_old_pods_serving(
         await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:good"}}})
         await server.wait_for("Ready", within=60)
         assert list((await pod_images(server)).values()) == ["plimsoll/engine:good"] * 2
+
+
+async def test_while_a_template_is_blocked_no_other_edit_costs_a_pod_that_serves(
+    server: ApiServer, kubelet: FakeKubelet
+) -> None:
+    kubelet.set(crashed(1, MISSING_MODEL), "plimsoll/engine:bad")
+    async with server.operator():
+        await server.create_deployment(replicas=3)
+        await server.wait_for("Ready", within=60)
+        old = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:bad"}}})
+        stalled = await server.wait_for("Stalled", within=60)
+
+        edits: list[tuple[Json, int]] = [
+            ({"tuning": {"mode": "Hold"}}, 2),
+            ({"replicas": 4}, 2),
+            ({"replicas": 2}, 2),
+            ({"tuning": {"mode": "Auto"}, "replicas": 1}, 1),
+        ]
+        for edit, left in edits:
+            await server.merge({"spec": edit})
+
+            async def kept(left: int = left) -> bool:
+                return sorted(await pod_images(server)) == [f"assistant-{n}" for n in range(left)]
+
+            await until(kept, 20)
+            await asyncio.sleep(3)
+            assert await kept()
+            for pod in await server.pods():
+                assert pod["metadata"]["uid"] == old[pod["metadata"]["name"]]
+            assert (await server.wait_for("Stalled"))["message"] == stalled["message"]
+            assert condition_of(await server.deployment(), "Available")["status"] == "True"
+
+        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:good"}}})
+        await server.wait_for("Ready", within=60)
+        assert list((await pod_images(server)).values()) == ["plimsoll/engine:good"]
+
+
+NO_FOLDER = (
+    '{"class": "ModelLoadFailed", "phase": "load", "message": "no folder /models/later", '
+    '"figures": {}, "suggestion": null}'
+)
+
+
+@pytest.mark.parametrize("served_before", [False, True])
+async def test_a_cause_outside_the_spec_is_cured_without_an_edit(
+    server: ApiServer,
+    kubelet: FakeKubelet,
+    monkeypatch: pytest.MonkeyPatch,
+    served_before: bool,
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 8.0)
+    bad = "plimsoll/engine:bad"
+    kubelet.set(crashed(1, NO_FOLDER), bad)
+    async with operator_in_process(server, ScriptedEngines()):
+        if served_before:
+            await server.create_deployment(replicas=2)
+            await server.wait_for("Ready", within=60)
+            await server.merge({"spec": {"runtime": {"image": bad}}})
+        else:
+            await server.create_deployment(replicas=2, runtime={"image": bad})
+        first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        for restarts in range(2, 12):
+            await asyncio.sleep(1.5)
+            if condition_of(await server.deployment(), "Stalled").get("status") == "True":
+                break
+            kubelet.set(crashed(1, NO_FOLDER, restarts=restarts), bad)
+        stalled = await server.wait_for("Stalled")
+        assert stalled["reason"] == "ModelLoadFailed"
+        assert "tried again at" in stalled["message"]
+        kept = ["assistant-0"] if served_before else []
+
+        async def cut() -> bool:
+            return [pod["metadata"]["name"] for pod in await server.pods()] == kept
+
+        async def tried() -> bool:
+            return len(await server.pods()) == len(kept) + 1
+
+        await until(cut, 7)
+        await until(tried, 20)
+        await until(cut, 20)
+        assert condition_of(await server.deployment(), "Stalled")["status"] == "True"
+        if served_before:
+            assert (await server.pods())[0]["metadata"]["uid"] == first["assistant-0"]
+
+        kubelet.set(running, bad)
+        await server.wait_for("Stalled", "False", within=60)
+        await server.wait_for("Ready", within=60)
+        assert list((await pod_images(server)).values()) == [bad] * 2
+        status = (await server.deployment())["status"]
+        assert status["revision"]["lastKnownGood"] == status["revision"]["updated"]
+        assert status["revision"].get("blocked", []) == []
 
 
 async def test_a_sigkill_is_told_from_an_out_of_memory_kill(

@@ -198,61 +198,6 @@ def test_a_recovered_pod_is_no_trouble() -> None:
     assert judged(view(recovered))["Ready"][0] == Status.TRUE.value
 
 
-def blocked(generation: int, update: str = "new") -> dict[str, Any]:
-    return {
-        "revision": {"blocked": [update]},
-        "conditions": [
-            {
-                "type": "Stalled",
-                "status": "True",
-                "reason": "ModelTooLarge",
-                "message": "needs 9 GiB",
-                "observedGeneration": generation,
-            }
-        ],
-    }
-
-
-def test_a_stall_is_remembered_until_the_spec_or_the_template_changes() -> None:
-    def recorded(status: dict[str, Any], update: str = "new") -> Violation | None:
-        seen = observed(
-            llmdeployment(generation=3), statefulset=statefulset(update=update), status=status
-        )
-        return checks.recorded_give_up(seen)
-
-    assert recorded(blocked(3)) == Violation("ModelTooLarge", "needs 9 GiB")
-    assert recorded(blocked(2)) is None, "the spec changed"
-    assert recorded(blocked(3), update="newer") is None, "the template changed"
-    assert recorded({}) is None
-
-
-@pytest.mark.parametrize(
-    ("pods", "status", "gives_up"),
-    [
-        ((new(0, ready=False),), {}, True),
-        # a template that worked before is not what is broken
-        ((new(0, ready=False),), {"revision": {"lastKnownGood": "new"}}, False),
-        ((new(0, ready=False),), {"revision": {"lastKnownGood": "old"}}, True),
-        # nor one that works elsewhere
-        ((new(0), new(1, ready=False)), {}, False),
-        ((old(0), new(1, ready=False)), {"revision": {"lastKnownGood": "old"}}, True),
-    ],
-)
-def test_only_a_template_that_never_worked_is_given_up(
-    pods: tuple[Pod, ...], status: dict[str, Any], gives_up: bool
-) -> None:
-    seen = observed(pods=pods, statefulset=statefulset(replicas=2), status=status)
-    stall = checks.find_stall(seen, applied=True, refusals=(), give_up=STALL)
-    assert (stall == STALL) is gives_up
-    assert checks.find_stall(seen, applied=False, refusals=(), give_up=STALL) is None
-
-
-def test_a_refused_child_stalls() -> None:
-    refused = Violation("Refused", "StatefulSet assistant: spec.template...: Invalid value")
-    stall = checks.find_stall(observed(), applied=False, refusals=(refused,), give_up=None)
-    assert stall == refused
-
-
 def test_an_object_of_somebody_else_is_never_taken_over() -> None:
     def child(metadata: dict[str, Any]) -> Violation | None:
         seen = observed()

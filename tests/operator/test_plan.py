@@ -95,34 +95,83 @@ def test_rollout_steps(
     assert [pod.name for pod in step.replace] == replaced
 
 
+# Two of three have the old template, and the third could not start with the new one.
+CUT = statefulset(replicas=2, partition=2, current="old", update="new")
+
+
 @pytest.mark.parametrize(
-    ("found", "pods", "kept"),
+    ("wanted", "found", "pods", "kept"),
     [
         # the first template ever does not work: nothing is left running
-        (statefulset(replicas=2), (new(0, ready=False), new(1, ready=False)), 0),
+        (3, statefulset(replicas=2), (new(0, ready=False), new(1, ready=False)), 0),
         # and stays away
-        (statefulset(replicas=0), (), 0),
+        (3, statefulset(replicas=0), (), 0),
         # a later one does not work: the old pods go on serving, the broken one goes
         (
-            statefulset(replicas=3, current="old", update="new"),
-            (old(0), old(1), new(2, ready=False)),
-            2,
+            3, statefulset(replicas=3, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)), 2,
         ),
-        (statefulset(replicas=2, current="old", update="new"), (new(0), new(1)), 0),
+        (3, statefulset(replicas=2, current="old", update="new"), (new(0), new(1)), 0),
         # once cut down, an old pod that is away for a moment does not shorten the set
-        (statefulset(replicas=2, partition=2, current="old", update="new"), (old(1),), 2),
+        (3, CUT, (old(1),), 2),
+        # whatever is wanted meanwhile, no kept pod gets the new template
+        (2, CUT, (old(0), old(1)), 2),
+        (1, CUT, (old(0), old(1)), 1),
+        (0, CUT, (old(0), old(1)), 0),
+        (9, CUT, (old(0), old(1)), 2),
+        # also when it is wanted before the set was cut down
+        (
+            1, statefulset(replicas=3, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)), 1,
+        ),
+        # a try that is over goes, and the kept ones stay
+        (
+            3, statefulset(replicas=3, partition=2, current="old", update="new"),
+            (old(0), new(2, ready=False)), 2,
+        ),
+        (3, statefulset(replicas=1), (new(0, ready=False, waiting=CRASHING),), 0),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_was_given_up_keeps_only_older_pods(
-    found: StatefulSet, pods: tuple[Pod, ...], kept: int
+    wanted: int, found: StatefulSet, pods: tuple[Pod, ...], kept: int
 ) -> None:
-    seen = observed(llmdeployment(replicas=3), statefulset=found, pods=pods)
+    seen = observed(llmdeployment(replicas=wanted), statefulset=found, pods=pods)
 
     step = next_step(seen, given_up=True)
 
     assert (step.replicas, step.partition) == (kept, kept)
     assert step.reason is StepReason.GIVEN_UP
     assert step.replace == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "pods", "replicas", "partition"),
+    [
+        # nothing serves: one pod is started, not all
+        (3, statefulset(replicas=0), (), 1, 0),
+        (3, statefulset(replicas=1), (new(0, ready=False),), 1, 0),
+        # in the place of the missing replica
+        (3, CUT, (old(0), old(1)), 3, 2),
+        (9, CUT, (old(0), old(1)), 3, 2),
+        (
+            3, statefulset(replicas=3, partition=2, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)), 3, 2,
+        ),
+        # never in that of a pod that is kept
+        (2, CUT, (old(0), old(1)), 2, 2),
+        (1, CUT, (old(0), old(1)), 1, 1),
+        (0, statefulset(replicas=0), (), 0, 0),
+    ],
+)  # fmt: skip
+def test_trying_again_costs_no_kept_pod(
+    wanted: int, found: StatefulSet, pods: tuple[Pod, ...], replicas: int, partition: int
+) -> None:
+    seen = observed(llmdeployment(replicas=wanted), statefulset=found, pods=pods)
+
+    step = next_step(seen, given_up=True, try_again=True)
+
+    assert (step.replicas, step.partition) == (replicas, partition)
+    assert (step.reason is StepReason.TRYING_AGAIN) is (replicas > partition)
 
 
 def test_following_the_count_needs_no_rollout() -> None:

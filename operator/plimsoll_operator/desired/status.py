@@ -232,13 +232,14 @@ def _revision(report: Report) -> Json:
     previous, statefulset = observed.status.get("revision", {}), observed.statefulset
     if statefulset is None:
         return dict(previous)
-    blocked = [name for name in previous.get("blocked", []) if name != statefulset.update_revision]
-    was_blocked = statefulset.update_revision in previous.get("blocked", [])
-    if report.given_up or was_blocked:
-        blocked.append(statefulset.update_revision)
-    good = previous.get("lastKnownGood")
+    updated, good = statefulset.update_revision, previous.get("lastKnownGood")
     if complete(report.view) and report.view.wanted > 0:
-        good = statefulset.update_revision
+        good = updated
+    blocked = [name for name in previous.get("blocked", []) if name != updated]
+    was_blocked = updated in previous.get("blocked", [])
+    # What serves at last, because its cause was cured outside the spec, is not blocked any more.
+    if updated != good and (report.given_up or was_blocked):
+        blocked.append(updated)
     return {
         "current": statefulset.current_revision or None,
         "updated": statefulset.update_revision or None,

@@ -12,11 +12,17 @@ deletes one old pod and waits until its successor is healthy. Two things it does
   they come back with the new template.
 * A new template that cannot work is tried for ever. Once that is established (and its message is
   in status) the set is cut down to the pods that still have the old template, and the partition
-  keeps them there:
+  keeps them there, whatever else in the spec changes:
 
       ordinal        0     1     2                 0     1
       before        old   old   NEW(broken)  ->   old   old        replicas 2, partition 2
       first ever    NEW(broken)              ->   (none)           replicas 0, partition 0
+      scaled to 1   old   old                ->   old              replicas 1, partition 1
+
+  Where the cause may have been cured outside the spec, one pod above the kept ones tries again at
+  times (retry.py). It takes a replica that is wanted and missing, never the place of a kept pod:
+
+      3 wanted      old   old                ->   old   old   NEW  replicas 3, partition 2
 """
 
 from __future__ import annotations
@@ -46,6 +52,7 @@ class StepReason(StrEnum):
     ROLLING = "Rolling"
     REPLACE_BROKEN = "ReplaceBroken"
     GIVEN_UP = "GivenUp"
+    TRYING_AGAIN = "TryingAgain"
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,16 @@ class Step:
     replace: tuple[Pod, ...] = ()
 
 
-def next_step(observed: Observed, *, given_up: bool) -> Step:
-    """``given_up``: the template in the cluster is known not to work, and status says so."""
+def next_step(observed: Observed, *, given_up: bool, try_again: bool = False) -> Step:
+    """``given_up``: the template in the cluster is known not to work, and status says so;
+    ``try_again``: it is time for one more start of it all the same."""
     wanted, statefulset = observed.deployment.replicas, observed.statefulset
     if statefulset is None:
         return Step(replicas=wanted, partition=0, reason=StepReason.ROLLING)
     if given_up:
-        kept = _kept(observed.pods, statefulset)
+        kept = min(_kept(observed.pods, statefulset), wanted)
+        if try_again and kept < wanted:
+            return Step(replicas=kept + 1, partition=kept, reason=StepReason.TRYING_AGAIN)
         return Step(replicas=kept, partition=kept, reason=StepReason.GIVEN_UP)
     if statefulset.current_revision == statefulset.update_revision:
         return Step(replicas=wanted, partition=0, reason=StepReason.SETTLED)
@@ -88,8 +98,8 @@ def _settled_view(statefulset: StatefulSet) -> bool:
 def _kept(pods: tuple[Pod, ...], statefulset: StatefulSet) -> int:
     """Length of the run of old pods from ordinal 0. Once cut down, the cluster remembers it: a
     pod that is being replaced at that moment must not shorten the run."""
-    if statefulset.replicas == statefulset.partition:
-        return statefulset.replicas
+    if statefulset.partition > 0 or statefulset.replicas == 0:
+        return statefulset.partition
     old = {pod.ordinal for pod in pods if pod.revision != statefulset.update_revision}
     kept = 0
     while kept in old:
