@@ -35,6 +35,10 @@ _PRECEDENCE = (
     FailureClass.UNSCHEDULABLE,
 )
 
+# A controller makes a missing pod within a second or two.
+MISSING_SECONDS = 30.0
+NOT_CREATED = "PodsNotCreated"
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -47,13 +51,15 @@ class Violation:
 @dataclass(frozen=True)
 class View:
     """``failures`` are of pods that do not serve now; ``applied`` says that the cluster has the
-    template that the spec asks for; ``stall`` is set when only the user can help."""
+    template that the spec asks for; ``stall`` is set when only the user can help; since
+    ``missing_since`` the StatefulSet has had fewer pods than it should make."""
 
     observed: Observed
     failures: tuple[Failure, ...]
     applied: bool
     stall: Violation | None
     now: float
+    missing_since: float | None = None
 
     @property
     def wanted(self) -> int:
@@ -101,11 +107,40 @@ def complete(view: View) -> bool:
     return len(ready) == view.wanted == len(view.observed.pods)
 
 
-def _trouble(view: View) -> Violation | None:
-    if not view.failures:
+def missing_since(observed: Observed, before: float | None, now: float) -> float | None:
+    """Since when the StatefulSet has had fewer pods than it should make; ``before`` is what the
+    pass before said. A pod that is replaced is away for a moment, which is no trouble."""
+    statefulset = observed.statefulset
+    if statefulset is None or len(observed.pods) >= statefulset.replicas:
         return None
-    first = view.failures[0]
-    return Violation(first.failure_class.value, f"pod {first.pod}: {first.message}")
+    if before is not None:
+        return before
+    # An operator that was restarted goes on with what status says: it is not news again.
+    told = any(
+        condition["reason"] == NOT_CREATED for condition in observed.status.get("conditions", [])
+    )
+    return now - MISSING_SECONDS if told else now
+
+
+def _trouble(view: View) -> Violation | None:
+    if view.failures:
+        first = view.failures[0]
+        return Violation(first.failure_class.value, f"pod {first.pod}: {first.message}")
+    return _not_created(view)
+
+
+def _not_created(view: View) -> Violation | None:
+    """Why is in the StatefulSet's Events, which the operator has no right to read."""
+    statefulset, since = view.observed.statefulset, view.missing_since
+    if statefulset is None or since is None or view.now - since < MISSING_SECONDS:
+        return None
+    made, name = len(view.observed.pods), view.observed.deployment.name
+    return Violation(
+        NOT_CREATED,
+        f"the StatefulSet controller makes no more than {made} of {statefulset.replicas} pods; its "
+        f"Events say why (quota, service account, priority class, a webhook): "
+        f"kubectl describe sts {name} -n {view.observed.deployment.namespace}",
+    )
 
 
 def _ready(view: View) -> Verdict:

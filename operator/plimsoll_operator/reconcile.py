@@ -63,6 +63,7 @@ class Carried:
 
     state: TuningState
     outcomes: Mapping[str, LimitsOutcome] = field(default_factory=dict)
+    missing_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,16 @@ async def reconcile(
         room=step.partition < deployment.replicas,
         now=now,
     )
+    missing_since = checks.missing_since(
+        observed, None if carried is None else carried.missing_since, now
+    )
     view = checks.View(
         observed=observed,
         failures=checks.current_failures(observed.pods, failures),
         applied=applied,
         stall=shown,
         now=now,
+        missing_since=missing_since,
     )
     status = build_status(
         Report(
@@ -197,7 +202,7 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    return Passed(Carried(decision.state, kept), deployment.scrape_interval)
+    return Passed(Carried(decision.state, kept, missing_since), deployment.scrape_interval)
 
 
 async def _report(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from plimsoll_operator import checks
 from plimsoll_operator import cluster as api
 from plimsoll_operator.plan import retry
 from support.apiserver import ApiServer, ScriptedEngines, condition_of, operator_in_process, until
@@ -567,6 +568,28 @@ async def test_a_cause_outside_the_spec_is_cured_without_an_edit(
         status = (await server.deployment())["status"]
         assert status["revision"]["lastKnownGood"] == status["revision"]["updated"]
         assert status["revision"].get("blocked", []) == []
+
+
+async def test_pods_that_the_controller_cannot_make_are_told_of(
+    server: ApiServer, kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "MISSING_SECONDS", 4.0)
+    async with operator_in_process(server, ScriptedEngines()):
+        await server.create_deployment(podTemplate={"priorityClassName": "nowhere"})
+        degraded = await server.wait_for("Degraded", reason="PodsNotCreated", within=60)
+        assert "0 of 1 pods" in degraded["message"]
+        assert f"kubectl describe sts assistant -n {server.namespace}" in degraded["message"]
+        assert condition_of(await server.deployment(), "Ready")["reason"] == "PodsNotCreated"
+        await asyncio.sleep(2)
+        settled = await server.versions()
+    async with operator_in_process(server, ScriptedEngines()):
+        await asyncio.sleep(6)
+        assert (await server.versions())["LLMDeployment assistant"] == settled[
+            "LLMDeployment assistant"
+        ]
+        await server.merge({"spec": {"podTemplate": None}})
+        await server.wait_for("Ready", within=60)
+        await server.wait_for("Degraded", "False")
 
 
 async def test_a_sigkill_is_told_from_an_out_of_memory_kill(

@@ -25,6 +25,7 @@ def view(
     stall: Violation | None = None,
     changed_at: float = NOW - 60,
     deadline: str = "5m",
+    missing_since: float | None = None,
 ) -> View:
     resource = llmdeployment(replicas=wanted, rollout={"progressDeadline": deadline})
     seen = observed(
@@ -40,6 +41,7 @@ def view(
         applied=applied,
         stall=stall,
         now=NOW,
+        missing_since=missing_since,
     )
 
 
@@ -196,6 +198,67 @@ def test_a_recovered_pod_is_no_trouble() -> None:
     recovered = new(0, last_terminated=dead, restarts=1)
     assert view(recovered).failures == ()
     assert judged(view(recovered))["Ready"][0] == Status.TRUE.value
+
+
+@pytest.mark.parametrize(
+    ("pods", "before", "since"),
+    [
+        ((new(0), new(1)), NOW - 99, None),
+        # a pod is replaced: away for a moment
+        ((new(0),), None, NOW),
+        ((new(0),), NOW - 10, NOW - 10),
+        ((), NOW - 99, NOW - 99),
+        # one that goes is there until it is gone
+        ((new(0), new(1, deleting=True)), NOW - 99, None),
+    ],
+)
+def test_since_when_pods_are_missing(
+    pods: tuple[Pod, ...], before: float | None, since: float | None
+) -> None:
+    seen = observed(llmdeployment(replicas=2), pods=pods, statefulset=statefulset(replicas=2))
+    assert checks.missing_since(seen, before, NOW) == since
+
+
+def test_a_restarted_operator_goes_on_saying_that_no_pod_is_made() -> None:
+    told = view(missing_since=NOW - checks.MISSING_SECONDS)
+    conditions = [{"type": v.type, "reason": v.reason} for v in checks.judge(told)]
+    seen = observed(statefulset=statefulset(), status={"conditions": conditions})
+
+    again = view(missing_since=checks.missing_since(seen, None, NOW))
+
+    assert judged(again) == judged(told)
+
+
+@pytest.mark.parametrize(
+    ("seen", "ready", "degraded"),
+    [
+        (view(missing_since=NOW - 29), "ReplicasNotReady", "AsExpected"),
+        (view(missing_since=NOW - 30), "PodsNotCreated", "PodsNotCreated"),
+        # some are made and the next is refused, as by a quota
+        (view(new(0), wanted=2, missing_since=NOW - 30), "PodsNotCreated", "PodsNotCreated"),
+        (
+            view(new(0), found=statefulset(replicas=2), wanted=2, missing_since=NOW - 5),
+            "ReplicasNotReady", "AsExpected",
+        ),
+        # what a pod says is nearer to the cause
+        (
+            view(new(0, ready=False, waiting=NO_IMAGE), wanted=2, missing_since=NOW - 30),
+            "ImageError", "ImageError",
+        ),
+        (view(stall=STALL, missing_since=NOW - 30), STALL.reason, STALL.reason),
+    ],
+)  # fmt: skip
+def test_a_controller_that_makes_no_pods_is_named_soon(
+    seen: View, ready: str, degraded: str
+) -> None:
+    found = judged(seen)
+    assert found["Ready"][1] == ready
+    assert found["Degraded"][1] == degraded
+    if ready == "PodsNotCreated":
+        made = len(seen.observed.pods)
+        for condition in ("Ready", "Degraded"):
+            assert f"makes no more than {made} of {seen.wanted} pods" in found[condition][2]
+            assert "kubectl describe sts assistant -n default" in found[condition][2]
 
 
 def test_an_object_of_somebody_else_is_never_taken_over() -> None:
