@@ -27,3 +27,10 @@ def test_the_burst_fits_the_example() -> None:
     ceiling = example["spec"]["engine"]["maxModelLen"]
     for arrival in shape_burst(read_excerpt(), seed=7):
         assert arrival.prompt_tokens + arrival.output_tokens <= ceiling
+
+
+def test_the_claim_that_the_examples_need_is_among_them() -> None:
+    claim = yaml.safe_load((MANIFESTS / "models-claim.yaml").read_text())
+    for manifest in MANIFESTS.glob("llmdeployment*.yaml"):
+        cache = yaml.safe_load(manifest.read_text())["spec"]["model"]["cache"]
+        assert cache["claimName"] == claim["metadata"]["name"]
