@@ -6,13 +6,16 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from plimsoll_engine.executor import StepBatch
 from plimsoll_engine.server.protocol import MAX_TOKEN_ENTRIES
+from plimsoll_engine.server.validation import SamplingDefaults, read_defaults
 from support.engine_server import (
+    END,
     ApiServer,
     Pace,
     api_server,
@@ -20,6 +23,7 @@ from support.engine_server import (
     parse_events,
     repeat,
 )
+from support.scripted_executor import TINY_MODEL, ScriptedExecutor, figures
 
 SAID = "the quick brown fox "
 COMPANION_TOKENS = 1500
@@ -128,6 +132,58 @@ def test_b11_the_range_is_that_of_the_logits_not_of_the_tokenizer() -> None:
         assert_refused(server, "/v1/completions", body, "prompt[0]", "1000", "from 0 to 999")
         assert server.complete(prompt="a", max_tokens=1, logit_bias={"999": -100})
         assert server.complete(prompt="a", max_tokens=1, stop_token_ids=[999])
+
+
+SMALL = replace(TINY_MODEL, vocab_size=200)
+# Ids of the byte tokenizer's: "é" is 195 and 169, "ÿ" 195 and 191, "€" 226 first, BEGIN 257.
+OUTSIDE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a€"}, "226"),
+    ("/v1/completions", {"prompt": ["a", "€"]}, "226"),
+    ("/v1/completions", {"prompt": f"a{END}"}, "256"),
+    ("/v1/completions", {"prompt": "a€", "echo": True, "logprobs": 1, "max_tokens": 0}, "226"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "€"}]}, "226"),
+    ("/v1/chat/completions", {"messages": [{"role": "€", "content": "a"}]}, "226"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "€"}]}]},
+        "226",
+    ),
+    ("/tokenize", {"prompt": "€"}, "226"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "€"}]}, "226"),
+]
+
+
+def test_no_text_becomes_a_token_that_the_model_has_no_embedding_of() -> None:
+    """The tokenizer has 258 entries, the model 200."""
+    executor = ScriptedExecutor(repeat("a"), memory_figures=figures(160), limits=SMALL)
+    with api_server(executor=executor, defaults=SamplingDefaults()) as server:
+        for path, body, token_id in OUTSIDE:
+            assert_refused(server, path, body, f"Token id {token_id} is out of vocabulary", "199")
+        assert server.complete(prompt="é", max_tokens=1)
+        assert_only_known_tokens(executor)
+
+
+def test_nor_does_what_the_tokenizer_adds_by_itself() -> None:
+    executor = ScriptedExecutor(repeat("a"), memory_figures=figures(160), limits=SMALL)
+    tokenizer = byte_tokenizer(adds_begin_token=True)
+    with api_server(executor=executor, tokenizer=tokenizer, defaults=SamplingDefaults()) as server:
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+        assert_refused(server, "/v1/completions", body, "Token id 257 is out of vocabulary")
+        assert server.complete(**body, add_special_tokens=False)
+        assert_only_known_tokens(executor)
+
+
+def assert_only_known_tokens(executor: ScriptedExecutor) -> None:
+    chunks = [chunk for batch in executor.batches for chunk in batch.chunks]
+    assert chunks
+    assert max(max(chunk.token_ids) for chunk in chunks) < SMALL.vocab_size
+
+
+@pytest.mark.parametrize("outside", [200, 10**6, 2**63, -1])
+def test_an_end_that_the_model_cannot_say_is_no_end(outside: int) -> None:
+    """With min_tokens the sampler forbids the ends: by their places in the logits."""
+    defaults = read_defaults({}, frozenset({0, 199, outside}), 200)
+    assert defaults.eos_token_ids == {0, 199}
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from plimsoll_engine.server.validation import (
     SamplingDefaults,
     build_sampling_params,
     check_characters,
+    check_vocabulary,
     read_prompts,
 )
 
@@ -157,6 +158,7 @@ class Service:
         )
         if not prompt.token_ids:
             raise invalid_value(param, text, "a prompt of at least one token")
+        check_vocabulary(param, prompt.token_ids, self.model.vocab_size)
         return prompt
 
     async def encode_chat(
@@ -176,6 +178,7 @@ class Service:
         )
         if not prompt.token_ids:
             raise invalid_value("messages", "", "messages of at least one token")
+        check_vocabulary("messages", prompt.token_ids, self.model.vocab_size)
         return prompt
 
     async def _read_prompts(self, request: CompletionRequest) -> list[Prompt]:

@@ -29,9 +29,11 @@ class SamplingDefaults:
     eos_token_ids: frozenset[int] = frozenset()
 
 
-def read_defaults(given: Mapping[str, float], eos_token_ids: frozenset[int]) -> SamplingDefaults:
+def read_defaults(
+    given: Mapping[str, float], eos_token_ids: frozenset[int], vocab_size: int
+) -> SamplingDefaults:
     """``given`` is from generation_config.json, with the keys that are set there. A value that a
-    request could not have either is passed over."""
+    request could not have either is passed over, and so is an end that the model cannot say."""
     allowed = {
         "temperature": lambda value: value >= 0,
         "top_p": lambda value: 0 < value <= 1,
@@ -44,7 +46,9 @@ def read_defaults(given: Mapping[str, float], eos_token_ids: frozenset[int]) -> 
         for name, value in given.items()
         if name in allowed and allowed[name](value)
     }
-    return SamplingDefaults(**values, eos_token_ids=eos_token_ids)
+    return SamplingDefaults(
+        **values, eos_token_ids=frozenset(range(vocab_size)).intersection(eos_token_ids)
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,19 @@ def check_token_ids(param: str, token_ids: Sequence[object], vocab_size: int) ->
             raise invalid_value(
                 f"{param}[{position}]", token_id, f"a token id from 0 to {vocab_size - 1}"
             )
+
+
+def check_vocabulary(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ApiError(400), in vLLM's words, for ids that the tokenizer knows and the model has no
+    embedding of: some models come with a tokenizer that is larger than they are."""
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise ApiError(
+            400,
+            f"Token id {largest} is out of vocabulary: {param} has text that the tokenizer makes "
+            f"this id of, and the model's ids are 0 to {vocab_size - 1}",
+            param=param,
+        )
 
 
 def read_prompts(prompt: object, *, vocab_size: int, ceiling: int) -> list[str | list[int]]:
