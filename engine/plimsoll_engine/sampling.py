@@ -54,15 +54,11 @@ class Sampler:
 
 
 def _apply_constraints(row: torch.Tensor, request: RowRequest) -> None:
-    """Bias, forbidden ends and penalties, in place on one row [vocab]."""
+    """Bias, penalties and forbidden ends, in place on one row [vocab]."""
     params = request.params
     if params.logit_bias:
         ids = torch.tensor([token for token, _ in params.logit_bias], device=row.device)
         row[ids] += torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
-    if len(request.output_token_ids) < params.min_tokens:
-        ends = sorted(params.eos_token_ids | params.stop_token_ids)
-        if ends:
-            row[torch.tensor(ends, device=row.device)] = float("-inf")
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(
             sorted({*request.prompt_token_ids, *request.output_token_ids}), device=row.device
@@ -76,11 +72,18 @@ def _apply_constraints(row: torch.Tensor, request: RowRequest) -> None:
             return_counts=True
         )
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    # Last: no arithmetic makes a forbidden token possible again.
+    if len(request.output_token_ids) < params.min_tokens:
+        ends = sorted(params.eos_token_ids | params.stop_token_ids)
+        if ends:
+            row[torch.tensor(ends, device=row.device)] = float("-inf")
 
 
 def _draw(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """Inverse transform over the kept tokens, most likely first."""
-    scaled = row / params.temperature
+    """Inverse transform over the kept tokens, most likely first; the arg-max where the logits are
+    no distribution."""
+    # The largest becomes 0 first: divided by any temperature, it stays finite.
+    scaled = (row - row.max()) / params.temperature
     vocab = row.shape[0]
     if params.top_k is not None and params.top_k < vocab:
         values, ids = scaled.topk(params.top_k)
@@ -101,7 +104,9 @@ def _draw(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
         last = torch.searchsorted(cumulative, params.top_p * total)
         total = cumulative[last.clamp_(max=len(cumulative) - 1)]
     index = int(torch.searchsorted(cumulative, uniform * total, right=True))
-    index = min(index, len(cumulative) - 1)
+    # A total that is no number is below nothing: the search ends behind the last token.
+    if index == len(cumulative):
+        return int(row.argmax())
     return index if ids is None else int(ids[index])
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
 from plimsoll_engine.sampling_params import SamplingParams
@@ -69,6 +71,70 @@ def test_draws_follow_the_distribution(params: SamplingParams, expected: dict[in
 
 def test_very_small_temperature_is_greedy_and_finite() -> None:
     assert draw_many(replace(SAMPLED, temperature=1e-5), draws=20) == {3: 1.0}
+
+
+EXTREMES = st.sampled_from([1e-300, 1e-38, 1e-5, 0.01, 1.0, 100.0, 1e38, 1e300])
+VOCABULARY = 12
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(
+        st.floats(width=32, allow_nan=True, allow_infinity=True),
+        min_size=VOCABULARY,
+        max_size=VOCABULARY,
+    ),
+    # One token at least is allowed.
+    forbidden=st.sets(st.integers(0, VOCABULARY - 1), max_size=VOCABULARY - 1),
+    temperature=EXTREMES,
+    repetition_penalty=EXTREMES,
+    top_p=st.sampled_from([1.0, 0.5, 1e-300]),
+    top_k=st.sampled_from([None, 1, 5, VOCABULARY]),
+    min_p=st.sampled_from([0.0, 0.5, 1.0]),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+    bias=st.sampled_from([-100.0, 0.0, 100.0]),
+    output=st.lists(st.integers(0, VOCABULARY - 1), max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_a_forbidden_token_is_never_drawn_whatever_the_values(
+    logits: list[float],
+    forbidden: set[int],
+    temperature: float,
+    repetition_penalty: float,
+    top_p: float,
+    top_k: int | None,
+    min_p: float,
+    presence_penalty: float,
+    bias: float,
+    output: list[int],
+    seed: int,
+) -> None:
+    # All as likely as a logit of -inf: nothing tells the forbidden ones from the others.
+    assume(any(logit > -1e30 for place, logit in enumerate(logits) if place not in forbidden))
+    params = SamplingParams(
+        max_tokens=9,
+        min_tokens=9,
+        stop_token_ids=frozenset(forbidden),
+        temperature=temperature,
+        repetition_penalty=repetition_penalty,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        logit_bias=tuple((token, bias) for token in sorted(forbidden)),
+        seed=seed,
+    )
+    request = RowRequest(params, tuple(output), (0, VOCABULARY - 1))
+    [token] = Sampler(0).choose(torch.tensor([logits]), [request])
+    assert token in set(range(VOCABULARY)) - forbidden
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 0.01])
+@pytest.mark.parametrize("scale", [1.0, 1e36])
+def test_nearly_no_temperature_is_the_argmax(temperature: float, scale: float) -> None:
+    logits = torch.tensor([[3.0, 9.0, 5.0, -2.0]]) * scale
+    params = replace(SAMPLED, temperature=temperature)
+    assert Sampler(0).choose(logits, [RowRequest(params)]) == [1]
 
 
 def test_ends_are_masked_until_min_tokens() -> None:
