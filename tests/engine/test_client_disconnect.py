@@ -11,8 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from plimsoll_engine.executor import StepBatch
+from plimsoll_engine.server.protocol import Body
+from plimsoll_engine.server.service import Service
 from support.engine_server import ApiServer, Pace, api_server, repeat
 
 LONG = {"model": "m", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
@@ -83,16 +87,37 @@ def test_a_client_that_leaves_during_a_long_step_is_forgotten_after_it() -> None
         wait_until(lambda: is_empty(server), "the core lets go after the step")
 
 
-def test_a_client_that_leaves_before_its_body_is_complete_is_harmless() -> None:
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_client_that_leaves_before_its_body_is_complete_is_harmless(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, left = threading.Event(), threading.Event()
+    read = Service.read
+
+    async def note(service: Service, http: HttpRequest, kind: type[Body]) -> Body:
+        begun.set()
+        try:
+            return await read(service, http, kind)
+        except ClientDisconnect:
+            left.set()
+            raise
+
+    monkeypatch.setattr(Service, "read", note)
     with api_server() as server:
         address = urlsplit(server.url)
         connection = socket.create_connection((str(address.hostname), address.port or 0))
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: m\r\nContent-Length: 99\r\n\r\n{"
+            f"POST {path} HTTP/1.1\r\nHost: m\r\nContent-Length: 99\r\n\r\n{{".encode()
         )
+        assert begun.wait(10)
         connection.close()
+        assert left.wait(10)
         assert server.complete(prompt="a")["choices"]
-        assert is_empty(server)
+        wait_until(lambda: is_empty(server), "nothing is left")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_health_and_metrics_answer_while_a_step_takes_long() -> None:

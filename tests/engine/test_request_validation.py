@@ -13,7 +13,8 @@ import pytest
 
 from plimsoll_engine.executor import StepBatch
 from plimsoll_engine.server.protocol import MAX_TOKEN_ENTRIES
-from plimsoll_engine.server.validation import SamplingDefaults, read_defaults
+from plimsoll_engine.server.text import Prompt, TextCodec
+from plimsoll_engine.server.validation import SamplingDefaults, clamp_temperature, read_defaults
 from support.engine_server import (
     END,
     ApiServer,
@@ -186,6 +187,13 @@ def test_an_end_that_the_model_cannot_say_is_no_end(outside: int) -> None:
     assert defaults.eos_token_ids == {0, 199}
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"), [(0.0, 0.0), (1e-38, 0.01), (5e-324, 0.01), (0.01, 0.01), (0.7, 0.7)]
+)
+def test_a_temperature_is_zero_or_at_least_a_hundredth(asked: float, used: float) -> None:
+    assert clamp_temperature(asked) == used
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
     with api_server(repeat(SAID)) as running:
@@ -208,7 +216,11 @@ COMMON = [
     ("min_p", 1.5, "<= 1"),
     ("presence_penalty", 2.5, "<= 2"),
     ("frequency_penalty", -3, ">= -2"),
-    ("repetition_penalty", 0, "> 0"),
+    ("temperature", 1e300, "<= 100"),
+    ("temperature", 100.1, "<= 100"),
+    ("repetition_penalty", 0, ">= 0.01"),
+    ("repetition_penalty", 1e-300, ">= 0.01"),
+    ("repetition_penalty", 101, "<= 100"),
     ("seed", 2**63, "<= 9223372036854775807"),
     ("seed", 0.5, "int"),
     ("min_tokens", -1, ">= 0"),
@@ -218,6 +230,9 @@ COMMON = [
     ("stop", ["a"] * 65, "at most 64"),
     ("stop", 5, "a string or a list"),
     ("stop", {"a": 1}, "a string or a list"),
+    ("stop", {}, "a string or a list"),
+    ("stop", 0, "a string or a list"),
+    ("stop", False, "a string or a list"),
     ("stop_token_ids", [1000], "from 0 to 999"),
     ("stop_token_ids", [-1], "from 0 to 999"),
     ("stop_token_ids", ["a"], "int"),
@@ -227,6 +242,8 @@ COMMON = [
     ("logit_bias", {"-1": 1}, "from 0 to 999"),
     ("logit_bias", {"1.5": 1}, "from 0 to 999"),
     ("logit_bias", {"²": 1}, "from 0 to 999"),
+    ("logit_bias", {"1" * 4301: 1}, "from 0 to 999"),
+    ("logit_bias", {"0" * 4301: 1}, "from 0 to 999"),
     ("ignore_eos", "yes", "bool"),
     ("stream", "yes", "bool"),
     ("stream_options", {"include_usage": True}, "stream: true"),
@@ -321,6 +338,103 @@ def test_a_body_that_is_no_json_object_is_refused(server: ApiServer, body: bytes
     response = server.client.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert "JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("prompt", "stop", "logit_bias", "tools", "seed", "unknown", "stream_options"),
+        *("messages", "chat_template_kwargs"),
+    ],
+)
+def test_a_nested_body_is_refused_however_deep_it_is(server: ApiServer, field: str) -> None:
+    """Around the depth that can be read, something later gives up: a check, a message, a template."""
+    given = b'"messages": [{"role": "user", "content": "a"}], "prompt": "a", "max_tokens": 1'
+    for depth in (*range(850, 1010, 4), 1100, 100_000):
+        value = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{%s, "%s": %s}' % (given, field.encode(), value)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            response = server.client.post(path, content=body)
+            assert response.status_code in (200, 400), (path, depth, response.text)
+    assert response.status_code == 400
+
+
+def test_empty_stream_options_ask_for_nothing(server: ApiServer) -> None:
+    """As in vLLM, where options that say something need stream: true."""
+    assert server.complete(prompt="a", max_tokens=1, stream_options={})
+
+
+HUGE = 8 << 20
+LONG_CHATS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"messages": [{"role": "x" * HUGE, "content": "a"}]}, ["role", str(HUGE), "<= 256"]),
+    (
+        {"messages": [{"role": "user", "name": "x" * HUGE, "content": "a"}]},
+        ["name", str(HUGE), "<= 256"],
+    ),
+    ({"messages": CHAT * 500_000}, ["messages", "500000", "<= 8192"]),
+    (
+        {"messages": CHAT, "chat_template_kwargs": {"a": "x" * HUGE}},
+        ["chat_template_kwargs", str(HUGE)[:4], "65536"],
+    ),
+    ({"messages": [{"role": "user", "content": "x" * HUGE}]}, ["maximum context length"]),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}] * 200_000}]},
+        ["maximum context length"],
+    ),
+    ({"messages": [{"role": "user", "content": ""}] * 8192}, ["maximum context length"]),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), LONG_CHATS)
+def test_a_long_chat_is_refused_before_it_costs_anything(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], named: list[str]
+) -> None:
+    longest = server.service.model.ceiling * server.service.codec.max_chars_per_token
+    encoded: list[int] = []
+    encode = TextCodec.encode
+
+    def count(codec: TextCodec, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        encoded.append(len(text))
+        return encode(codec, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextCodec, "encode", count)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert_refused(server, path, body, *named)
+    assert max(encoded, default=0) <= longest
+
+
+def test_what_a_template_makes_of_a_chat_is_measured_too() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content * 1000 }}{% endfor %}"
+    )
+    with api_server(tokenizer=tokenizer) as server:
+        body = {"messages": [{"role": "user", "content": "x" * 1000}]}
+        assert_refused(server, "/v1/chat/completions", body, "maximum context length", "1000000")
+
+
+@pytest.mark.parametrize("statement", ["1 // 0", "10.0 ** 1000", "'a' * -1 + 1", "[] | sum + 'a'"])
+def test_whatever_a_template_raises_is_the_clients_to_know(statement: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ " + statement + " }}"
+    with api_server(tokenizer=tokenizer) as server:
+        assert_refused(server, "/v1/chat/completions", {"messages": CHAT}, "chat template")
+
+
+def test_chats_are_rendered_off_the_event_loop(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    render = TextCodec.render_chat
+
+    def note(codec: TextCodec, *args: Any, **kwargs: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(codec, *args, **kwargs)
+
+    monkeypatch.setattr(TextCodec, "render_chat", note)
+    assert server.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
+    assert threads
+    assert all(name.startswith("tokenizer") for name in threads)
 
 
 def test_an_unknown_model_is_404(server: ApiServer) -> None:

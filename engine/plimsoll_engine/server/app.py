@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -52,6 +53,8 @@ def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
+            ClientDisconnect: _answer_nobody,
+            RecursionError: _answer_nested,
             Exception: _answer_unexpected,
         },
     )
@@ -168,6 +171,16 @@ async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
     if error.status_code in (404, 405):
         message = f"{http.method} {http.url.path}: {message}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _answer_nobody(http: HttpRequest, error: Exception) -> Response:
+    # Nobody reads this; 499 is what proxies log for it.
+    return Response(status_code=499)
+
+
+async def _answer_nested(http: HttpRequest, error: Exception) -> Response:
+    # Nothing here recurses but over a client's JSON: read, checked, quoted or handed to a template.
+    return error_response(ApiError(400, "The body is not valid JSON here: it is nested too deeply"))
 
 
 async def _answer_unexpected(http: HttpRequest, error: Exception) -> Response:

@@ -8,6 +8,7 @@ a wrong answer. What only the loaded model can judge (token ids, lengths) is in 
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,7 +24,16 @@ MAX_LOGPROBS = 20
 # Entries of stop_token_ids and of logit_bias.
 MAX_TOKEN_ENTRIES = 1024
 MAX_STOP_STRINGS = 64
+# Far beyond any use, and far from where float32 logits overflow or vanish.
+MAX_TEMPERATURE = 100
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100
 MAX_STOP_LENGTH = 1024
+# Of a chat, before its template runs: each message costs time and memory whatever is in it, and
+# a role and a name are words.
+MAX_MESSAGES = 8192
+MAX_NAME_LENGTH = 256
+MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 
 
 class StreamOptions(msgspec.Struct):
@@ -38,14 +48,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Probability | None = None
     # 0 and -1 switch it off, as in vLLM.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Any = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
@@ -72,7 +84,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Raises ApiError."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = [] if self.stop is None else self.stop
+        stops = [given] if isinstance(given, str) else given
         allowed = (
             f"a string or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to "
             f"{MAX_STOP_LENGTH} characters"
@@ -93,14 +106,17 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Annotated[str, Meta(min_length=1)]
+    role: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     # Text, or parts of type text.
     content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -114,7 +130,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -161,7 +177,12 @@ def parse_request(body: bytes, kind: type[Body]) -> Body:
         request = msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise _explain(error, document) from None
-    if isinstance(request, GenerationRequest) and request.stream_options and not request.stream:
+    # Empty options ask for nothing, and pass as they do in vLLM.
+    if (
+        isinstance(request, GenerationRequest)
+        and document.get("stream_options")
+        and not request.stream
+    ):
         raise invalid_value(
             "stream_options", document["stream_options"], "it only together with stream: true"
         )
@@ -184,7 +205,10 @@ def _explain(error: msgspec.ValidationError, document: dict[str, Any]) -> ApiErr
         field = f"{path}.{missing[1]}" if path else missing[1]
         return ApiError(400, f"{field}: a required field is missing", param=missing[1])
     allowed = text.removeprefix("Expected ").replace("`", "").partition(", got ")[0]
-    return invalid_value(path or "body", _value_at(document, path), allowed)
+    value = _value_at(document, path)
+    if "length" in allowed and isinstance(value, Sized):
+        allowed += f" (this has {len(value)})"
+    return invalid_value(path or "body", value, allowed)
 
 
 def _value_at(document: object, path: str) -> object:

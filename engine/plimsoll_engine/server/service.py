@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -27,7 +26,6 @@ from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.generation import Generation
 from plimsoll_engine.server.protocol import (
     Body,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -35,12 +33,13 @@ from plimsoll_engine.server.protocol import (
     parse_request,
 )
 from plimsoll_engine.server.streaming import EventStream, until_disconnect
-from plimsoll_engine.server.text import Prompt, TextCodec
+from plimsoll_engine.server.text import Prompt, TextCodec, as_template_message
 from plimsoll_engine.server.validation import (
     LogprobsWanted,
     SamplingDefaults,
     build_sampling_params,
     check_characters,
+    check_template_kwargs,
     check_vocabulary,
     read_prompts,
 )
@@ -152,7 +151,7 @@ class Service:
         self, text: str, *, add_special_tokens: bool | None, param: str = "prompt"
     ) -> Prompt:
         """Raises ApiError(400) for a text without tokens, or with far too many."""
-        self._check_characters(text)
+        self._check_characters(len(text))
         prompt = await self.codec.off_loop(
             self.codec.encode, text, add_special_tokens=add_special_tokens is not False
         )
@@ -165,21 +164,27 @@ class Service:
         self, request: ChatRequest | TokenizeRequest, *, add_special_tokens: bool | None = None
     ) -> Prompt:
         """Raises ApiError(400)."""
-        messages = request.messages or []
-        self._check_characters("".join(map(_raw_text, messages)))
-        prompt = await self.codec.off_loop(
-            self.codec.encode_chat,
-            messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            # The template writes the begin token itself.
-            add_special_tokens=bool(add_special_tokens),
-            template_kwargs=request.chat_template_kwargs,
-        )
+        # The template writes the begin token itself.
+        prompt = await self.codec.off_loop(self._encode_chat, request, bool(add_special_tokens))
         if not prompt.token_ids:
             raise invalid_value("messages", "", "messages of at least one token")
         check_vocabulary("messages", prompt.token_ids, self.model.vocab_size)
         return prompt
+
+    def _encode_chat(self, request: ChatRequest | TokenizeRequest, special: bool) -> Prompt:
+        """Everything that takes longer the longer the messages are. What a template makes of them
+        may be longer than they are, so that both are measured."""
+        check_template_kwargs(request.chat_template_kwargs)
+        messages = [as_template_message(message) for message in request.messages or []]
+        self._check_characters(sum(len(text) for each in messages for text in each.values()))
+        text = self.codec.render_chat(
+            messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template_kwargs=request.chat_template_kwargs,
+        )
+        self._check_characters(len(text))
+        return self.codec.encode(text, add_special_tokens=special)
 
     async def _read_prompts(self, request: CompletionRequest) -> list[Prompt]:
         given = read_prompts(
@@ -229,9 +234,9 @@ class Service:
         admitted = self.core.snapshot().largest_prompt_admissible + 1
         return max(1, admitted - len(prompt.token_ids))
 
-    def _check_characters(self, text: str) -> None:
+    def _check_characters(self, num_characters: int) -> None:
         check_characters(
-            text,
+            num_characters,
             ceiling=self.model.ceiling,
             max_chars_per_token=self.codec.max_chars_per_token,
         )
@@ -257,11 +262,7 @@ class Service:
             await stack.enter_async_context(generation)
             if request.stream:
                 return EventStream(answer.events(generation), stack.pop_all())
-            try:
-                document = await until_disconnect(http.receive, answer.whole(generation))
-            except ClientDisconnect:
-                # Nobody reads this; 499 is what proxies log for it.
-                return Response(status_code=499)
+            document = await until_disconnect(http.receive, answer.whole(generation))
             return Response(msgspec.json.encode(document), media_type="application/json")
 
     @contextmanager
@@ -271,13 +272,6 @@ class Service:
             yield
         finally:
             self.load -= 1
-
-
-def _raw_text(message: ChatMessage) -> str:
-    """What is long in a message, before anything is known to be right about it."""
-    if isinstance(message.content, list):
-        return "".join(str(part.get("text", "")) for part in message.content)
-    return message.content or ""
 
 
 def _answer_id(prefix: str, http: HttpRequest, request: GenerationRequest) -> str:

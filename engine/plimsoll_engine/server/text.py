@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from jinja2 import TemplateError
-
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import ChatMessage
 
@@ -76,16 +74,16 @@ class TextCodec:
         """One token by itself, special tokens as they are written."""
         return self._core.decode([token_id], skip_special_tokens=False)
 
-    def encode_chat(
+    def render_chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        add_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
-        """Raises ApiError(400) for what the model's chat template refuses."""
+    ) -> str:
+        """``messages`` are as_template_message's. Raises ApiError(400) for what the model's chat
+        template refuses."""
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400,
@@ -104,17 +102,18 @@ class TextCodec:
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                [as_template_message(message) for message in messages],
+                [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(template_kwargs or {}),
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        # A template is a program that runs over the client's values, and raises whatever it likes.
+        except Exception as error:
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", param="messages"
-            ) from None
-        return self.encode(str(text), add_special_tokens=add_special_tokens)
+            ) from error
+        return str(text)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

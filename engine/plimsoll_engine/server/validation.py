@@ -10,11 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.server.errors import ApiError, invalid_value
-from plimsoll_engine.server.protocol import GenerationRequest
+from plimsoll_engine.server.protocol import (
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MIN_REPETITION_PENALTY,
+    GenerationRequest,
+)
 
 Value = TypeVar("Value")
+MAX_DIGITS = 20
+LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,13 @@ def read_defaults(
     """``given`` is from generation_config.json, with the keys that are set there. A value that a
     request could not have either is passed over, and so is an end that the model cannot say."""
     allowed = {
-        "temperature": lambda value: value >= 0,
+        "temperature": lambda value: 0 <= value <= MAX_TEMPERATURE,
         "top_p": lambda value: 0 < value <= 1,
         "top_k": lambda value: value >= 1 and value == int(value),
         "min_p": lambda value: 0 <= value <= 1,
-        "repetition_penalty": lambda value: value > 0,
+        "repetition_penalty": lambda value: (
+            MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY
+        ),
     }
     values: dict[str, Any] = {
         name: int(value) if name == "top_k" else float(value)
@@ -77,7 +89,7 @@ def build_sampling_params(
     top_k = _first(request.top_k, defaults.top_k)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=_first(request.temperature, defaults.temperature),
+        temperature=clamp_temperature(_first(request.temperature, defaults.temperature)),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=top_k if top_k is not None and top_k > 0 else None,
         min_p=_first(request.min_p, defaults.min_p),
@@ -96,6 +108,11 @@ def build_sampling_params(
         logprobs=logprobs.output,
         prompt_logprobs=logprobs.prompt,
     )
+
+
+def clamp_temperature(temperature: float) -> float:
+    """0 is greedy; what is nearly so is raised to where nothing overflows, as vLLM does."""
+    return temperature and max(temperature, LEAST_TEMPERATURE)
 
 
 def check_token_ids(param: str, token_ids: Sequence[object], vocab_size: int) -> None:
@@ -156,26 +173,40 @@ def _check_prompt_ids(
     check_token_ids(param, token_ids, vocab_size)
 
 
-def check_characters(text: str, *, ceiling: int, max_chars_per_token: int) -> None:
+def check_characters(num_characters: int, *, ceiling: int, max_chars_per_token: int) -> None:
     """Refuses, before any tokenizing, a text that is too long whatever its tokens are.
 
     Raises ApiError(400) in vLLM's words.
     """
     longest = ceiling * max_chars_per_token
-    if len(text) > longest:
+    if num_characters > longest:
         raise ApiError(
             400,
             f"This model's maximum context length is {ceiling} tokens. However, your prompt has "
-            f"{len(text)} characters, and {ceiling} tokens are {longest} characters at most. "
+            f"{num_characters} characters, and {ceiling} tokens are {longest} characters at most. "
             "Please reduce the length of the input prompt.",
             param="input_text",
+        )
+
+
+def check_template_kwargs(given: Mapping[str, Any] | None) -> None:
+    """Raises ApiError(400) for values that would take a template too long to walk through."""
+    length = len(msgspec.json.encode(given or {}))
+    if length > MAX_TEMPLATE_KWARGS_BYTES:
+        raise invalid_value(
+            "chat_template_kwargs",
+            given,
+            f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON (this is {length})",
         )
 
 
 def _read_logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+        # No id has so many digits, and Python reads no number of thousands.
+        if not (
+            key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS and int(key) < vocab_size
+        ):
             raise invalid_value(
                 "logit_bias", key, f"keys that are token ids from 0 to {vocab_size - 1}"
             )
