@@ -9,8 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 
 from plimsoll_engine import host_memory
@@ -123,7 +130,10 @@ def test_model_that_cannot_be_served_is_told_by_name(model: Path, what: str) -> 
         ("/nowhere/model", "/nowhere/model: no such file or folder"),
         ("model.gguf", "model.gguf: no such file or folder"),
         ("not-a-hub-name", "not-a-hub-name: no such file or folder"),
-        ("nobody/has-this", "neither in the local cache (HF_HOME) nor can the hub be reached"),
+        ("~nobody-at-all/x", "~nobody-at-all/x: no such file or folder"),
+        ("x" * 5000, "no such file or folder"),
+        ("org/" + "x" * 5000, "no such file or folder"),
+        ("nobody/has-this", "not in the local cache (HF_HOME); the hub is not asked"),
     ],
 )
 def test_model_that_is_nowhere(
@@ -135,6 +145,98 @@ def test_model_that_is_nowhere(
     failure = failure_of(name)
     assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
     assert said in failure.message
+
+
+def answer(status: int) -> HfHubHTTPError:
+    request = httpx2.Request("GET", "https://hub.invalid/api/models/org/tiny")
+    response = httpx2.Response(status, request=request)
+    kind = RepositoryNotFoundError if status == 401 else HfHubHTTPError
+    return kind(f"{status} for url", response=response)
+
+
+def nothing_local(cause: Exception) -> LocalEntryNotFoundError:
+    error = LocalEntryNotFoundError("no snapshot folder")
+    error.__cause__ = cause
+    return error
+
+
+def try_hub(monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | str) -> tuple[Any, list[float]]:
+    """What resolving gives when the tries end so (the last one for good), and the pauses."""
+    pauses: list[float] = []
+    left = list(outcomes)
+
+    def download(name: str, **options: Any) -> str:
+        outcome = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(outcome, str):
+            return outcome
+        raise outcome
+
+    monkeypatch.setattr("plimsoll_engine.models.source.snapshot_download", download)
+    monkeypatch.setattr("plimsoll_engine.models.source.time.sleep", pauses.append)
+    try:
+        return resolve_model("org/tiny", "v1"), pauses
+    except EngineFailure as failure:
+        return failure, pauses
+
+
+UNREACHABLE = {
+    "no connection": httpx2.ConnectError("Name or service not known"),
+    "no connection, nothing in the cache": nothing_local(httpx2.ConnectTimeout("timed out")),
+    "cut off while downloading": httpx2.ReadError("connection reset"),
+    "hub is down": nothing_local(answer(503)),
+    "too many requests": answer(429),
+}
+REFUSED = {
+    "no such repository": answer(401),
+    "no such revision": answer(404),
+    "no access": nothing_local(answer(403)),
+}
+
+
+@pytest.mark.parametrize("what", UNREACHABLE)
+def test_hub_that_cannot_be_reached_is_tried_for_a_while(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure, pauses = try_hub(monkeypatch, UNREACHABLE[what])
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert failure.figures == {"hub": "unreachable"}
+    assert "org/tiny at revision v1: the hub cannot be reached" in failure.message
+    assert len(pauses) == 3
+    assert sum(pauses) <= 120
+    assert caplog.text.count("the hub cannot be reached") == 3
+
+
+def test_hub_that_comes_back_is_used(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, pauses = try_hub(monkeypatch, UNREACHABLE["no connection"], str(saved))
+    assert source == ModelSource(saved, None, saved.name)
+    assert len(pauses) == 1
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_name_that_the_hub_refuses_is_not_tried_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure, pauses = try_hub(monkeypatch, REFUSED[what])
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert failure.figures == {"hub": "refused"}
+    assert "does not exist on the hub, or there is no access" in failure.message
+    assert not pauses
+
+
+@pytest.mark.parametrize(
+    ("error", "hub"),
+    [
+        (nothing_local(OfflineModeIsEnabled("offline")), {"hub": "offline"}),
+        (OSError(28, "No space left on device"), {}),
+    ],
+)
+def test_trouble_that_no_other_try_can_help_is_told_at_once(
+    error: Exception, hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure, pauses = try_hub(monkeypatch, error)
+    assert failure.failure_class is FailureClass.MODEL_LOAD_FAILED
+    assert failure.figures == hub
+    assert not pauses
 
 
 def test_file_that_is_no_gguf_file(tmp_path: Path) -> None:
