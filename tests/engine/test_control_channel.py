@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from plimsoll_engine.config import ConfigError
+from plimsoll_engine.control import server as control_server
 from plimsoll_engine.control.credentials import ControlCredentials, read_credentials
 from plimsoll_engine.control.reports import EngineIdentity
-from plimsoll_engine.control.server import SERVICE_NAME, ControlServer
+from plimsoll_engine.control.server import (
+    MAX_DRAINS,
+    MAX_REFLECTIONS,
+    MAX_WATCHERS,
+    SERVICE_NAME,
+    WORKERS,
+    ControlServer,
+)
 from plimsoll_engine.executor import StepBatch
 from plimsoll_wire import engine_control_pb2 as wire
 from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
@@ -192,6 +201,110 @@ def test_watch_tells_the_state_at_once_and_after_a_change() -> None:
         set_limits(stub, 1, wire.Limits(max_model_len=512))
         assert next(report.limits.max_model_len for report in reports) == 512
         reports.cancel()
+
+
+def test_calls_that_last_leave_threads_for_limits_and_reports() -> None:
+    """However many clients watch, drain or hold a reflection stream open."""
+    stop_asking = threading.Event()
+
+    def questions() -> Iterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        stop_asking.wait(TIMEOUT)
+
+    body = {"model": "m", "prompt": "x", "max_tokens": 1000, "stream": True}
+    gate = threading.Event()
+
+    def hold(batch: StepBatch) -> None:
+        gate.wait(TIMEOUT)
+
+    with (
+        api_server(repeat("ab"), before_step=hold) as server,
+        control_of(server) as control,
+        stub_of(control) as stub,
+        grpc.insecure_channel(f"127.0.0.1:{control.port}") as other,
+        server.client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        watches = [stub.WatchState(wire.WatchStateRequest()) for _ in range(WORKERS + 4)]
+        codes = [code_of_first(watch) for watch in watches]
+        assert codes.count(None) == MAX_WATCHERS
+        assert set(codes) == {None, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        long = wire.DrainRequest(timeout_seconds=TIMEOUT)
+        drains = [stub.Drain.future(long) for _ in range(WORKERS)]
+        reflected = stub_on(other, reflection_pb2_grpc.ServerReflectionStub)
+        reflections = [reflected.ServerReflectionInfo(questions()) for _ in range(WORKERS)]
+        codes = [code_of_first(each) for each in reflections]
+        assert codes.count(None) == MAX_REFLECTIONS
+
+        assert stub.GetMemoryReport(wire.GetMemoryReportRequest(), timeout=TIMEOUT).model == "m"
+        # A place that is given up can be taken again.
+        for watch in watches:
+            watch.cancel()
+        for _ in range(100):
+            again = stub.WatchState(wire.WatchStateRequest(), timeout=TIMEOUT)
+            if code_of_first(again) is None:
+                break
+        else:
+            raise AssertionError("no place has become free")
+        again.cancel()
+        stop_asking.set()
+        gate.set()
+        stream.read()
+        refused = [each for each in drains if each.exception() is not None]
+        assert len(refused) == WORKERS - MAX_DRAINS
+        assert "at most that many" in refused[0].exception().details()
+
+
+def code_of_first(stream: Any) -> grpc.StatusCode | None:
+    """None: the stream has answered."""
+    try:
+        next(stream)
+    except grpc.RpcError:
+        code: grpc.StatusCode = stream.code()
+        return code
+    return None
+
+
+class Relay:
+    """A connection through which nothing passes any more once it is cut, unknown to both sides."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._cut = threading.Event()
+        self._target = port
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def _accept(self) -> None:
+        with self._listener:
+            client, _ = self._listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._target))
+        for source, sink in ((client, server), (server, client)):
+            threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with source:
+            while data := source.recv(1 << 16):
+                if not self._cut.is_set():
+                    sink.sendall(data)
+
+
+def test_a_client_that_vanished_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(control_server, "KEEPALIVE_SECONDS", 1)
+    monkeypatch.setattr(control_server, "KEEPALIVE_ANSWER_SECONDS", 1)
+    with api_server() as server, control_of(server) as control, stub_of(control) as stub:
+        relay = Relay(control.port)
+        with grpc.insecure_channel(f"127.0.0.1:{relay.port}") as channel:
+            assert code_of_first(stub_on(channel).WatchState(wire.WatchStateRequest())) is None
+            relay.cut()
+            deadline = time.monotonic() + TIMEOUT
+            while code_of_first(watch := stub.WatchState(wire.WatchStateRequest())) is not None:
+                assert time.monotonic() < deadline, "the vanished client still holds its place"
+                time.sleep(0.1)
+            watch.cancel()
 
 
 def test_drain_refuses_new_requests_and_tells_what_is_left() -> None:

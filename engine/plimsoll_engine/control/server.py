@@ -2,20 +2,21 @@
 
 With credentials the channel is TLS, every call but a health check needs the token, and the port is
 open to the pod's network. Without them it listens on the loopback address alone. The server has its
-own threads, so a busy HTTP side never delays a limit.
+own threads, so a busy HTTP side never delays a limit; and calls that last get only some of them.
 """
 
 from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from plimsoll_engine.config import ConfigError
 from plimsoll_engine.control.credentials import ControlCredentials
@@ -33,16 +34,48 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 SERVICE_NAME = wire.DESCRIPTOR.services_by_name["EngineControl"].full_name
 HEALTH_SERVICE = f"/{health.SERVICE_NAME}/"
-# One thread per call; a WatchState stream holds its thread.
+# One thread per call. What lasts (a stream, a drain) holds its thread, so there may be only so many
+# of each at once that some are always left for limits and reports.
 WORKERS = 16
+MAX_WATCHERS = 8
+MAX_DRAINS = 2
+MAX_REFLECTIONS = 2
+# A client that has vanished without a word is found out by pings, and its streams end.
+KEEPALIVE_SECONDS = 20
+KEEPALIVE_ANSWER_SECONDS = 10
 WATCH_INTERVAL_SECONDS = 1.0
 MAX_DRAIN_SECONDS = 3600.0
+
+
+class Places:
+    """So many calls of one method may last at the same time."""
+
+    def __init__(self, method: str, number: int) -> None:
+        self._method = method
+        self._number = number
+        self._free = threading.Semaphore(number)
+
+    @contextmanager
+    def take(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Ends the call with RESOURCE_EXHAUSTED when there is no place for it."""
+        if not self._free.acquire(blocking=False):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._method}: {self._number} such calls are open; allowed: at most that many "
+                "at once, so that limits can always be set",
+            )
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 class EngineControl(wire_grpc.EngineControlServicer):
     def __init__(self, core: EngineCore, identity: EngineIdentity) -> None:
         self._core = core
         self._identity = identity
+        self._watchers = Places("WatchState", MAX_WATCHERS)
+        self._drains = Places("Drain", MAX_DRAINS)
         self._stopping = threading.Event()
 
     def GetMemoryReport(
@@ -62,12 +95,13 @@ class EngineControl(wire_grpc.EngineControlServicer):
         sent: wire.MemoryReport | None = None
         ended = threading.Event()
         context.add_callback(ended.set)
-        while not self._stopping.is_set() and not ended.is_set():
-            report = build_memory_report(self._identity, self._core.snapshot())
-            if sent is None or _state(report) != _state(sent):
-                sent = report
-                yield report
-            ended.wait(WATCH_INTERVAL_SECONDS)
+        with self._watchers.take(context):
+            while not self._stopping.is_set() and not ended.is_set():
+                report = build_memory_report(self._identity, self._core.snapshot())
+                if sent is None or _state(report) != _state(sent):
+                    sent = report
+                    yield report
+                ended.wait(WATCH_INTERVAL_SECONDS)
 
     def Drain(
         self, request: wire.DrainRequest, context: grpc.ServicerContext
@@ -78,13 +112,26 @@ class EngineControl(wire_grpc.EngineControlServicer):
                 f"timeout_seconds: {request.timeout_seconds} is not allowed; expected a number "
                 f"from 0 to {MAX_DRAIN_SECONDS:.0f}",
             )
-        drained = self._core.drain(request.timeout_seconds)
+        with self._drains.take(context):
+            drained = self._core.drain(request.timeout_seconds)
         now = self._core.snapshot()
         return wire.DrainResponse(drained=drained, running=now.running, waiting=now.waiting)
 
     def stop(self) -> None:
         """Ends the streams, at the latest after their next look."""
         self._stopping.set()
+
+
+class Reflection(reflection.ReflectionServicer):
+    """A client may leave its stream open."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        super().__init__(service_names)
+        self._places = Places("ServerReflectionInfo", MAX_REFLECTIONS)
+
+    def ServerReflectionInfo(self, request_iterator: Iterable[Any], context: Any) -> Iterator[Any]:
+        with self._places.take(context):
+            yield from super().ServerReflectionInfo(request_iterator, context)
 
 
 class ControlServer:
@@ -104,15 +151,23 @@ class ControlServer:
         self._server = grpc.server(
             ThreadPoolExecutor(WORKERS, thread_name_prefix="control"),
             interceptors=[] if credentials is None else [BearerAuth(credentials.token)],
-            # Two engines must never share a port by mistake.
-            options=[("grpc.so_reuseport", 0)],
+            options=[
+                # Two engines must never share a port by mistake.
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
+                ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
         )
         register: Callable[..., None] = wire_grpc.add_EngineControlServicer_to_server
         register(self._control, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        register_reflection: Callable[..., None] = (
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         )
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        register_reflection(Reflection(names), self._server)
         self.port = self._listen(port, credentials)
 
     def _listen(self, port: int, credentials: ControlCredentials | None) -> int:
