@@ -5,6 +5,7 @@ Exit status 0 when it did what was asked, 1 when not (with the reason on stderr)
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import sys
@@ -15,10 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from plimsoll_local.binaries import MissingTool, find_binaries
-from plimsoll_local.cluster import Cluster, ClusterError
+from plimsoll_local.cluster import Cluster, ClusterError, NoAnswer
 from plimsoll_local.namespace import NamespacesUnavailable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+# Between two looks whether what a proxy leads to is still there.
+PROXY_INTERVAL_S = 2.0
+STOPS = {signal.SIGINT, signal.SIGTERM}
 Name = Annotated[str, typer.Option(help="The cluster's name.")]
 
 
@@ -35,7 +39,11 @@ def up(name: Name = "plimsoll") -> None:
 @app.command()
 def down(name: Name = "plimsoll") -> None:
     """End a cluster and everything that runs in it."""
-    Cluster.find(name).down()
+    cluster = Cluster.find(name)
+    if not cluster.directory.exists():
+        print(f"no cluster named {name!r}")
+        return
+    cluster.down()
     print(f"cluster {name!r} is down")
 
 
@@ -71,17 +79,28 @@ def kubeconfig(name: Name = "plimsoll") -> None:
 @app.command()
 def proxy(
     service: Annotated[str, typer.Argument(help="NAMESPACE/SERVICE:PORT, as default/chat:80")],
-    port: Annotated[int, typer.Option(help="The loopback port; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The loopback port; 0 takes a free one.")
+    ] = 0,
     name: Name = "plimsoll",
 ) -> None:
-    """Lead a loopback port to a Service of the cluster, until interrupted."""
+    """Lead a loopback port to a Service of the cluster, until interrupted or the Service is gone."""
     namespace, slash, rest = service.partition("/")
     target, colon, number = rest.rpartition(":")
     if not slash or not colon or not number.isdigit():
         raise typer.BadParameter(f"{service!r}: expected NAMESPACE/SERVICE:PORT")
-    with Cluster.find(name).proxy(namespace, target, int(number), port) as url:
+    cluster, where = Cluster.find(name), (namespace, target, int(number))
+    # Before the relay's thread starts: it would be interrupted instead.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    with cluster.proxy(*where, port) as url:
+        address = cluster.find_address(*where)
         print(f"{url} leads to {service}; Ctrl-C ends it", flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        while signal.sigtimedwait(STOPS, PROXY_INTERVAL_S) is None:
+            if not cluster.running:
+                raise ClusterError(f"cluster {name!r} is gone, and the way to {service} with it")
+            with contextlib.suppress(NoAnswer):
+                if cluster.find_address(*where) != address:
+                    raise ClusterError(f"{service} was made anew; start the proxy again")
 
 
 @app.command()

@@ -51,6 +51,10 @@ class ClusterError(Exception):
     """The cluster could not be started, found or ended; the message says why and what to do."""
 
 
+class NoAnswer(ClusterError):
+    """The API server did not answer this time; it may the next."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     name: str
@@ -128,17 +132,26 @@ class Cluster:
     def proxy(self, namespace: str, service: str, port: int, local: int = 0) -> Iterator[str]:
         """The URL of a loopback port of this process that leads to a Service's port.
 
-        Raises ClusterError when there is no such Service.
+        Raises ClusterError when there is no such Service or the loopback port is not to be had.
         """
+        target = self.find_address(namespace, service, port)
+        with contextlib.ExitStack() as stack:
+            try:
+                forward = relay.forward(self.directory / RELAY_SOCKET, target, local)
+                listening = stack.enter_context(forward)
+            except OSError as error:
+                raise ClusterError(f"port {local} of 127.0.0.1: {error.strerror}") from None
+            yield f"http://127.0.0.1:{listening}"
+
+    def find_address(self, namespace: str, service: str, port: int) -> str:
+        """Where a Service's port is inside the cluster. Raises ClusterError."""
         found = self.get(f"/api/v1/namespaces/{namespace}/services/{service}")
         if found is None:
             raise ClusterError(f"there is no Service {service!r} in namespace {namespace!r}")
         ports = [entry["port"] for entry in found["spec"].get("ports", [])]
         if port not in ports:
             raise ClusterError(f"Service {service!r} has no port {port}; it has {ports}")
-        target = f"{found['spec']['clusterIP']}:{port}"
-        with relay.forward(self.directory / RELAY_SOCKET, target, local) as listening:
-            yield f"http://127.0.0.1:{listening}"
+        return f"{found['spec']['clusterIP']}:{port}"
 
     def get(self, path: str) -> Any:
         """GET of an API path as the administrator; None when it is not found.
@@ -167,7 +180,7 @@ class Cluster:
                 return None
             raise ClusterError(f"GET {path}: {error}") from error
         except OSError as error:
-            raise ClusterError(f"the API server does not answer: {error}") from error
+            raise NoAnswer(f"the API server does not answer: {error}") from error
 
     def _check_name(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", self.name):
@@ -182,11 +195,21 @@ class Cluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One ``up`` or ``down`` of a name at a time; the lock file stays beside the folder."""
+        """One ``up`` or ``down`` of a name at a time. Whoever leaves no cluster takes the lock's file
+        along, so who has waited for that file looks whether it is still the one with the name."""
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        with (self.directory.parent / f".{self.name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        path = self.directory.parent / f".{self.name}.lock"
+        while True:
+            with path.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if not _is_file(path, file.fileno()):
+                    continue
+                try:
+                    yield
+                finally:
+                    if not self.directory.exists():
+                        path.unlink(missing_ok=True)
+                return
 
     def _start(
         self, report: Callable[[str], None], images: dict[str, Any], tied: bool
@@ -312,6 +335,13 @@ def _package_folders() -> list[str]:
 def _is_ready(node: Any) -> bool:
     conditions = (node or {}).get("status", {}).get("conditions", [])
     return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` names the open file."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
 
 
 def _start_time(pid: int) -> int | None:

@@ -94,10 +94,15 @@ async def serve_outside(path: Path, target: str, listener: socket.socket) -> asy
 
 
 def listen_on_loopback(port: int = 0) -> socket.socket:
+    """Raises OSError when the port is not to be had."""
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
