@@ -36,7 +36,7 @@ fix: setup ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## every benchmark under bench/
+bench: setup ## run bench/bench_*.py (this version has none)
 	@ls bench/bench_*.py >/dev/null 2>&1 || echo "there is no benchmark yet"
 	@for file in $(wildcard bench/bench_*.py); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 

@@ -95,3 +95,9 @@ def test_the_timeline_tells_first_run_costs_apart() -> None:
     assert timeline.total(Cost.FIRST_RUN) == 4.0
     assert timeline.total(Cost.EVERY_RUN) == 1.0
     assert "build (downloads and builds)" in print_plain(timeline.build_table())
+
+
+def test_every_line_about_a_step_is_indented() -> None:
+    output = io.StringIO()
+    Timeline(Console(file=output)).say("NAME  READY\nchat  True")
+    assert output.getvalue() == "    NAME  READY\n    chat  True\n"

@@ -3,6 +3,7 @@
 In:  named steps as they run. Out: progress lines while they run and a table at the end.
 """
 
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,9 +52,10 @@ class Timeline:
             self._steps.append(Step(name, cost, seconds))
             self._console.print(f"    {seconds:.1f} s", highlight=False, style="dim")
 
-    def say(self, line: str) -> None:
-        """A line about the step that is running."""
-        self._console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+    def say(self, text: str) -> None:
+        """A line or more about the step that is running."""
+        lines = textwrap.indent(text, "    ")
+        self._console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     def total(self, cost: Cost) -> float:
         """Seconds of all steps with this cost."""
