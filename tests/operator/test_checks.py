@@ -5,6 +5,7 @@ import pytest
 
 from plimsoll_operator import checks
 from plimsoll_operator.checks import View, Violation
+from plimsoll_operator.desired.status import build_conditions
 from plimsoll_operator.observed import Pod, StatefulSet
 from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.values import Failure, FailureClass, Status
@@ -221,7 +222,7 @@ def test_since_when_pods_are_missing(
 
 def test_a_restarted_operator_goes_on_saying_that_no_pod_is_made() -> None:
     told = view(missing_since=NOW - checks.MISSING_SECONDS)
-    conditions = [{"type": v.type, "reason": v.reason} for v in checks.judge(told)]
+    conditions = build_conditions({}, 1, checks.judge(told), NOW)
     seen = observed(statefulset=statefulset(), status={"conditions": conditions})
 
     again = view(missing_since=checks.missing_since(seen, None, NOW))
