@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plimsoll_engine.executor import StepBatch
-from plimsoll_engine.server.protocol import MAX_TOKEN_ENTRIES
+from plimsoll_engine.server.protocol import MAX_PROMPT_LOGPROBS, MAX_TOKEN_ENTRIES
 from plimsoll_engine.server.text import Prompt, TextCodec
 from plimsoll_engine.server.validation import SamplingDefaults, clamp_temperature, read_defaults
 from support.engine_server import (
@@ -435,6 +435,27 @@ def test_chats_are_rendered_off_the_event_loop(
     assert server.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
     assert threads
     assert all(name.startswith("tokenizer") for name in threads)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "logprobs", "figures_named"),
+    [
+        ([[1] * 2000] * 60, 1, 20, ["120000", "20 + 1", "2520000"]),
+        ([1] * 2000, 128, 1, ["2000", "n 128", "512000"]),
+        ("a" * 2000, 128, 1, ["2000", "n 128", "512000"]),
+        ([[1] * 1500] * 200, 1, 0, ["300000", "0 + 1"]),
+    ],
+)
+def test_prompt_logprobs_are_bounded_in_one_request(
+    server: ApiServer, prompt: object, n: int, logprobs: int, figures_named: list[str]
+) -> None:
+    body = {"prompt": prompt, "n": n, "max_tokens": 0, "echo": True, "logprobs": logprobs}
+    assert_refused(server, "/v1/completions", body, str(MAX_PROMPT_LOGPROBS), *figures_named)
+
+
+def test_the_prompt_logprobs_of_one_long_prompt_are_served(server: ApiServer) -> None:
+    document = server.complete(prompt=[1] * 2000, max_tokens=0, echo=True, logprobs=20)
+    assert len(document["choices"][0]["logprobs"]["token_logprobs"]) == 2000
 
 
 def test_an_unknown_model_is_404(server: ApiServer) -> None:

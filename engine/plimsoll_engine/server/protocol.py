@@ -21,6 +21,9 @@ Probability = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+# Log-probabilities of prompts that one request may ask for, at about 200 bytes of host memory each:
+# positions times (logprobs + 1) times n.
+MAX_PROMPT_LOGPROBS = 1 << 18
 # Entries of stop_token_ids and of logit_bias.
 MAX_TOKEN_ENTRIES = 1024
 MAX_STOP_STRINGS = 64

@@ -39,6 +39,7 @@ from plimsoll_engine.server.validation import (
     SamplingDefaults,
     build_sampling_params,
     check_characters,
+    check_prompt_logprobs,
     check_template_kwargs,
     check_vocabulary,
     read_prompts,
@@ -92,6 +93,8 @@ class Service:
         if request.max_tokens == 0 and not request.echo:
             raise invalid_value("max_tokens", 0, "at least 1, or 0 together with echo: true")
         logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
+        positions = sum(len(prompt.token_ids) for prompt in prompts)
+        check_prompt_logprobs(positions, logprobs.prompt, request.n or 1)
         sequences = []
         for prompt in prompts:
             max_tokens = request.max_tokens

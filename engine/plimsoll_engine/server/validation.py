@@ -15,6 +15,7 @@ import msgspec
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import (
+    MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MAX_TEMPLATE_KWARGS_BYTES,
@@ -171,6 +172,21 @@ def _check_prompt_ids(
             param="input_tokens",
         )
     check_token_ids(param, token_ids, vocab_size)
+
+
+def check_prompt_logprobs(positions: int, logprobs: int | None, n: int) -> None:
+    """Raises ApiError(400) for more than host memory is meant to hold; None asks for none."""
+    if logprobs is None:
+        return
+    entries = positions * (logprobs + 1) * n
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise invalid_value(
+            "logprobs",
+            logprobs,
+            f"at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in one request; with echo "
+            f"this one makes {entries}: {positions} prompt tokens x (logprobs {logprobs} + 1) x n "
+            f"{n}",
+        )
 
 
 def check_characters(num_characters: int, *, ceiling: int, max_chars_per_token: int) -> None:
