@@ -1,7 +1,9 @@
 """The table and the verdict: they say what happened, and only the tuned side is judged."""
 
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console, RenderableType
 
 from plimsoll_local.demo.client import Progress
@@ -9,6 +11,7 @@ from plimsoll_local.demo.outcomes import Account, Outcome
 from plimsoll_local.demo.summary import (
     Result,
     build_table,
+    compare,
     describe_losses,
     find_broken_promises,
 )
@@ -101,3 +104,66 @@ def test_every_line_about_a_step_is_indented() -> None:
     output = io.StringIO()
     Timeline(Console(file=output)).say("NAME  READY\nchat  True")
     assert output.getvalue() == "    NAME  READY\n    chat  True\n"
+
+
+def at(seconds: float) -> Account:
+    return replace(ANSWERED, first_token_s=seconds)
+
+
+TUNED = Result("tuned", (ANSWERED, ANSWERED), reading(decisions=(LOWERED,)))
+
+
+def test_where_both_held_the_memory_left_is_told() -> None:
+    side = Side("pinned", Progress(total=2))
+    for free in (90, 36, 80):
+        low = replace(reading().gauges, free_bytes_low_water=free * 1024 * 1024)
+        side.note(replace(reading(), gauges=low))
+    pinned = Result("pinned", (ANSWERED, ANSWERED), side.reading, side.lowest_free_bytes)
+    assert compare(pinned, TUNED) == (
+        "The pinned copy answered the same 2 requests without an OOM kill, as the tuned deployment "
+        "did: its plan held, with 36 MiB free at the lowest. With 1 move of the tuner, short prompts "
+        "cannot be compared, since one side answered none, and long prompts got their first token as "
+        "quickly on the tuned one (8.2 s against 8.2 s at p50)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [
+        (
+            Result("pinned", (ANSWERED, FAILED), reading(oom_kills=1)),
+            "The pinned copy had 1 OOM kill and left 1 of 2 requests unanswered; the tuned ",
+        ),
+        (
+            Result("pinned", (ANSWERED, FAILED), reading()),
+            "The pinned copy had no OOM kill and left 1 of 2 requests unanswered; the tuned",
+        ),
+        (
+            Result("pinned", (ANSWERED, ANSWERED), reading(oom_kills=2)),
+            "The pinned copy had 2 OOM kills; the tuned deployment answered every request",
+        ),
+        (
+            Result("pinned", (ANSWERED,), None),
+            "The pinned copy could not be read, so its OOM kills are unknown; the tuned",
+        ),
+    ],
+)
+def test_what_the_pinned_copy_lost_is_told(pinned: Result, said: str) -> None:
+    assert compare(pinned, TUNED).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "word"), [(4.0, "more slowly"), (7.6, "as quickly"), (16.0, "more quickly")]
+)
+def test_the_quicker_one_is_named(seconds: float, word: str) -> None:
+    pinned = Result("pinned", (at(seconds), at(seconds)), reading())
+    told = f"long prompts got their first token {word} on the tuned one (8.2 s against {seconds} s"
+    assert told in compare(pinned, TUNED)
+
+
+def test_a_loss_of_the_tuned_deployment_is_told_as_plainly() -> None:
+    tuned = Result("tuned", (FAILED,), reading(oom_kills=1))
+    assert (
+        "the tuned deployment had 1 OOM kill and left 1 of 1 request unanswered. With 0 moves"
+        in compare(Result("pinned", (ANSWERED,), reading()), tuned)
+    )

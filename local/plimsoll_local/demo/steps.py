@@ -253,7 +253,7 @@ class _Demo:
                     # The last reading is taken after the last answer.
                     await asyncio.sleep(2 * POLL_INTERVAL_S)
             pinned, tuned = (
-                Result(side.title, account, side.reading)
+                Result(side.title, account, side.reading, side.lowest_free_bytes)
                 for side, account in zip(sides, accounts, strict=True)
             )
         return pinned, tuned
@@ -261,6 +261,7 @@ class _Demo:
     def _report(self, results: tuple[Result, Result]) -> list[str]:
         self._console.print()
         self._console.print(summary.build_table(results))
+        self._console.print(summary.compare(*results), highlight=False, markup=False)
         for result in results:
             self._print_list(
                 f"What the tuner did to the {result.title} deployment", describe_moves(result)

@@ -31,9 +31,14 @@ class Side:
     title: str
     progress: Progress
     reading: Reading | None = None
+    lowest_free_bytes: int | None = None
 
     def note(self, reading: Reading) -> None:
         self.reading = reading
+        # The engine's own figure is that of its last minute.
+        free = reading.gauges.free_bytes_low_water
+        known = [value for value in (self.lowest_free_bytes, free) if value is not None]
+        self.lowest_free_bytes = min(known, default=None)
 
 
 async def show(console: Console, sides: Sequence[Side], elapsed_s: Callable[[], float]) -> None:
