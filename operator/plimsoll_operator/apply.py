@@ -97,8 +97,9 @@ async def apply_children(
     return tuple(refusals)
 
 
-async def apply_status(cluster: Cluster, resource: Json, status: Json) -> None:
-    """Writes the whole status. The uid makes sure that it is still the same object."""
+async def apply_status(cluster: Cluster, resource: Json, status: Json) -> Json:
+    """Writes the whole status and returns the one that the server made of it, where other owners'
+    fields are left. The uid makes sure that it is still the same object."""
     metadata = resource["metadata"]
     body = {
         "apiVersion": names.API_VERSION,
@@ -106,7 +107,8 @@ async def apply_status(cluster: Cluster, resource: Json, status: Json) -> None:
         "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
         "status": status,
     }
-    await cluster.apply_status(api.LLM_DEPLOYMENT, body)
+    answer: Json = (await cluster.apply_status(api.LLM_DEPLOYMENT, body)).get("status", {})
+    return answer
 
 
 async def apply_profile(

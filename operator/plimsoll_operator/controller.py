@@ -14,6 +14,7 @@ from plimsoll_operator import __version__
 from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.engines import Engines, RemoteEngines
 from plimsoll_operator.reconcile import Carried, reconcile
+from plimsoll_operator.report import report_failure
 from plimsoll_operator.workers import Key, Workers
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Controller:
         self._options = options
         self._workers = Workers(self._pass)
         self._carried: dict[Key, Carried] = {}
+        self._failing: set[Key] = set()
         self._cluster: Cluster | None = None
         self._engines = engines
         self._remote: RemoteEngines | None = None
@@ -59,9 +61,28 @@ class Controller:
 
     async def _pass(self, key: Key) -> float | None:
         assert self._cluster is not None
+        try:
+            due = await self._reconcile(self._cluster, key)
+        except Exception as error:
+            # One lost request is no news; what fails twice in a row is.
+            if key in self._failing:
+                await self._show(self._cluster, key, error)
+            self._failing.add(key)
+            raise
+        self._failing.discard(key)
+        return due
+
+    async def _show(self, cluster: Cluster, key: Key, error: Exception) -> None:
+        try:
+            await report_failure(cluster, key, error, time.time())
+        except Exception:
+            # Most likely the same trouble; the worker logs the error itself.
+            logger.warning("%s/%s: the failure cannot be shown", *key, exc_info=True)
+
+    async def _reconcile(self, cluster: Cluster, key: Key) -> float | None:
         assert self._engines is not None
         outcome = await reconcile(
-            self._cluster,
+            cluster,
             self._engines,
             key,
             engine_image=self._options.engine_image,

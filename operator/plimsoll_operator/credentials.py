@@ -11,6 +11,7 @@ import datetime
 import secrets
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -21,6 +22,16 @@ SERVER_NAME = "engine.plimsoll.dev"
 # The channel ends with the deployment; a renewal would restart every engine for no gain.
 VALIDITY = datetime.timedelta(days=10 * 365)
 CLOCK_SKEW = datetime.timedelta(hours=1)
+
+# All that parsing raises.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+)
 
 
 def make_credentials(deployment: str, now: float) -> Credentials:
@@ -51,3 +62,19 @@ def make_credentials(deployment: str, now: float) -> Credentials:
         ),
         token=secrets.token_urlsafe(32).encode(),
     )
+
+
+def are_usable(credentials: Credentials) -> bool:
+    """A certificate for SERVER_NAME, its own key and a token that fits into a header. Somebody may
+    have written anything into the Secret."""
+    try:
+        certificate = x509.load_pem_x509_certificate(credentials.certificate)
+        key = serialization.load_pem_private_key(credentials.key, password=None)
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        token = credentials.token.decode("ascii")
+    except _UNREADABLE:
+        return False
+    names = alternatives.value.get_values_for_type(x509.DNSName)
+    same = certificate.public_key() == key.public_key()
+    # The engine strips white space around its files; a token with any would never match.
+    return same and SERVER_NAME in names and token.isprintable() and token.split() == [token]

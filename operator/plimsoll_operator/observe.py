@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from datetime import datetime
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator import names
 from plimsoll_operator.cluster import Cluster, Resource
+from plimsoll_operator.credentials import are_usable
 from plimsoll_operator.observed import (
     Container,
     Credentials,
@@ -100,11 +100,11 @@ def read_pod(body: Json) -> Pod:
         ready_since=seconds(ready["lastTransitionTime"]) if is_ready else None,
         phase=status.get("phase", "Pending"),
         unschedulable=scheduled.get("message", "no node fits") if unschedulable else None,
-        container=_engine_container(status),
+        container=_engine_container(status, _memory_limit(body)),
     )
 
 
-def _engine_container(status: Json) -> Container | None:
+def _engine_container(status: Json, memory_limit: str | None) -> Container | None:
     for container in status.get("containerStatuses", []):
         if container["name"] == names.ENGINE_CONTAINER:
             state, last = container.get("state", {}), container.get("lastState", {})
@@ -120,7 +120,16 @@ def _engine_container(status: Json) -> Container | None:
                 waiting_message=None if waiting is None else waiting.get("message"),
                 ended=ended is not None,
                 termination=None if terminated is None else _termination(terminated),
+                memory_limit=memory_limit,
             )
+    return None
+
+
+def _memory_limit(body: Json) -> str | None:
+    for container in body.get("spec", {}).get("containers", []):
+        if container["name"] == names.ENGINE_CONTAINER:
+            limit = container.get("resources", {}).get("limits", {}).get("memory")
+            return None if limit is None else str(limit)
     return None
 
 
@@ -136,15 +145,16 @@ def _termination(terminated: Json) -> Termination:
 
 
 def read_credentials(secret: Json) -> Credentials | None:
-    """None when a key is missing or unreadable: then new ones have to be made."""
+    """None when a part is missing or damaged: then new ones have to be made."""
     data = secret.get("data") or {}
     try:
         certificate, key, token = (
             base64.b64decode(data[name], validate=True) for name in ("tls.crt", "tls.key", "token")
         )
-    except (KeyError, binascii.Error):
+    except (KeyError, TypeError, ValueError):
         return None
-    return Credentials(certificate, key, token) if certificate and key and token else None
+    found = Credentials(certificate, key, token)
+    return found if are_usable(found) else None
 
 
 def _controlled_by(pod: Json, statefulset: Json | None) -> bool:

@@ -9,9 +9,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from plimsoll_operator import shape
 from plimsoll_operator.spec import Deployment
 
 Json = dict[str, Any]
+
+# What this operator reads of a status as it was last written; the tuner reads its own parts itself.
+_STATUS_SHAPE = shape.record(
+    {
+        "conditions": shape.list_of(
+            shape.record(
+                {
+                    "type": shape.text,
+                    "status": shape.text,
+                    "reason": shape.text,
+                    "message": shape.text,
+                    "observedGeneration": shape.integer,
+                    "lastTransitionTime": shape.time,
+                },
+                required=(
+                    "type",
+                    "status",
+                    "reason",
+                    "message",
+                    "observedGeneration",
+                    "lastTransitionTime",
+                ),
+            )
+        ),
+        "effective": shape.record(
+            {
+                "maxModelLen": shape.positive,
+                "maxModelLenCeiling": shape.positive,
+                "gpuMemoryUtilization": shape.share,
+                "source": shape.text,
+            }
+        ),
+        "failures": shape.record(
+            {"last": shape.record({"time": shape.time}, required=("time",))},
+        ),
+        "revision": shape.record(
+            {"lastKnownGood": shape.text, "blocked": shape.list_of(shape.text)}
+        ),
+        "load": shape.record({"time": shape.time}),
+        "tuning": shape.record({}),
+        "oom": shape.record({}),
+    }
+)
+
+
+def read_status(resource: Json) -> Json:
+    """The status as last written, without what cannot be read; empty on a new object."""
+    status: Json = _STATUS_SHAPE(resource.get("status")) or {}
+    return status
 
 
 @dataclass(frozen=True)
@@ -38,7 +88,8 @@ class Termination:
 class Container:
     """The engine container. ``started``: it runs and its start-up is over. ``waiting`` is None while
     it does not wait; ``termination`` is its most recent end, None when it never ended; ``ended``
-    says that it has ended and nothing has been started since."""
+    says that it has ended and nothing has been started since. ``memory_limit`` is its own: the spec's may
+    have been changed after it was made."""
 
     image: str
     ready: bool
@@ -48,6 +99,7 @@ class Container:
     waiting_message: str | None = None
     termination: Termination | None = None
     ended: bool = False
+    memory_limit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +151,4 @@ class Observed:
 
     @property
     def status(self) -> Json:
-        """The status as last written; empty on a new object."""
-        status: Json = self.resource.get("status", {})
-        return status
+        return read_status(self.resource)

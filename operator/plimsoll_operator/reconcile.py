@@ -8,7 +8,7 @@ only writes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plimsoll_operator import checks, stall
@@ -16,22 +16,20 @@ from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
     apply_children,
     apply_profile,
-    apply_status,
     difference,
-    record_event,
 )
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.desired import build_children
-from plimsoll_operator.desired.events import build_events
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.pod import build_pod_template
-from plimsoll_operator.desired.status import Report, build_invalid_status, build_status, is_due
+from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
 from plimsoll_operator.engines import Engines
 from plimsoll_operator.observe import observe
 from plimsoll_operator.observed import Json, Observed, Pod
 from plimsoll_operator.plan import next_step
+from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.tuning import decide
 from plimsoll_operator.tuning.failures import classify
@@ -64,6 +62,7 @@ class Carried:
     state: TuningState
     outcomes: Mapping[str, LimitsOutcome] = field(default_factory=dict)
     missing_since: float | None = None
+    reported: Reported | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ async def reconcile(
     try:
         observed = await observe(cluster, resource, engine_image)
     except InvalidSpec as error:
-        await _report(cluster, resource, build_invalid_status(resource, str(error), now), now)
+        await report(cluster, resource, build_invalid_status(resource, str(error), now), now)
         return Passed(carried, INVALID_INTERVAL_SECONDS)
     deployment = observed.deployment
     serving = [pod for pod in observed.pods if _should_serve(pod)]
@@ -183,7 +182,7 @@ async def reconcile(
             failures=failures,
             engines=readings,
             limits=decision.limits,
-            source=decision.source,
+            source=None if decision.unconfirmed else decision.source,
             recorded=record_tuning(decision),
             given_up=stalled is not None and stalled == give_up,
         )
@@ -191,7 +190,8 @@ async def reconcile(
     events = decision.events
     if observed.statefulset is not None and not applied and not refusals:
         events = (_rolling_out(observed, template), *events)
-    await _report(cluster, resource, status, now, events)
+    last = None if carried is None else carried.reported
+    reported = await report(cluster, resource, status, now, events=events, last=last)
 
     # 7. Move the engines' limits, on those that have not got this revision yet.
     outcomes = dict(carried.outcomes) if carried is not None else {}
@@ -202,25 +202,11 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    return Passed(Carried(decision.state, kept, missing_since), deployment.scrape_interval)
-
-
-async def _report(
-    cluster: Cluster, resource: Json, status: Json, now: float, events: Iterable[Event] = ()
-) -> None:
-    """Status first: an Event tells of what can already be read there."""
-    previous: Json = resource.get("status", {})
-    if is_due(previous, status, now):
-        await apply_status(cluster, resource, status)
-        events = (*events, *build_events(previous, status))
-    for event in events:
-        await record_event(cluster, resource, event, now)
+    return Passed(Carried(decision.state, kept, missing_since, reported), deployment.scrape_interval)
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:
-    limit = observed.deployment.limits.get("memory")
-    memory_limit = None if limit is None else str(limit)
-    found = (classify(pod, memory_limit=memory_limit) for pod in observed.pods)
+    found = (classify(pod) for pod in observed.pods)
     return tuple(failure for failure in found if failure is not None)
 
 

@@ -41,8 +41,8 @@ def ended(message: str = "", *, reason: str = "Error", code: int = 1, **changes:
     return pod(container)
 
 
-def found(of: Pod, memory_limit: str | None = None) -> Failure:
-    failure = classify(of, memory_limit=memory_limit)
+def found(of: Pod) -> Failure:
+    failure = classify(of)
     assert failure is not None
     return failure
 
@@ -72,9 +72,15 @@ def test_b16_a_container_killed_at_its_limit() -> None:
             "creationTimestamp": "2026-01-01T00:00:00Z",
             "labels": {},
         },
+        "spec": {
+            "containers": [
+                {"name": "helper"},
+                {"name": "engine", "resources": {"limits": {"memory": "8Gi"}}},
+            ]
+        },
         "status": B16_STATUS,
     }
-    failure = found(read_pod(body), "8Gi")
+    failure = found(read_pod(body))
     assert failure.failure_class is FailureClass.CGROUP_OOM
     assert "8Gi" in failure.message
     assert failure.serving is None

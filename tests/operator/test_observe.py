@@ -1,9 +1,12 @@
 import base64
 from typing import Any
 
+import pytest
+
 from plimsoll_operator.cluster import Cluster
+from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.observe import observe, read_credentials, read_statefulset, seconds
-from plimsoll_operator.observed import Credentials, StatefulSet
+from plimsoll_operator.observed import StatefulSet
 from support.resources import NOW, llmdeployment, pod, pod_body, time
 
 Json = dict[str, Any]
@@ -66,16 +69,41 @@ def test_a_statefulset() -> None:
     assert read_statefulset(body) == StatefulSet(2, 1, 4, 3, "a", "b", "abc")
 
 
-def test_credentials_are_read_whole_or_not_at_all() -> None:
-    def secret(**data: bytes) -> Json:
-        return {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
+WHOLE, OTHER = make_credentials("assistant", NOW), make_credentials("other", NOW)
 
-    whole = {"tls.crt": b"c", "tls.key": b"k", "token": b"t"}
-    assert read_credentials(secret(**whole)) == Credentials(b"c", b"k", b"t")
-    assert read_credentials(secret(**{**whole, "token": b""})) is None
-    assert read_credentials({"data": {"tls.crt": "c"}}) is None
-    assert read_credentials({"data": {**secret(**whole)["data"], "token": "not base64"}}) is None
-    assert read_credentials({}) is None
+
+def secret(**parts: bytes) -> Json:
+    whole = {"tls.crt": WHOLE.certificate, "tls.key": WHOLE.key, "token": WHOLE.token}
+    parts = whole | {name.replace("_", "."): content for name, content in parts.items()}
+    return {"data": {name: base64.b64encode(content).decode() for name, content in parts.items()}}
+
+
+def test_credentials_are_read_as_they_were_made() -> None:
+    assert read_credentials(secret()) == WHOLE
+
+
+@pytest.mark.parametrize("part", ["tls_crt", "tls_key", "token"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage \n of two lines", b"\xff\xfe", "schlüssel".encode(), WHOLE.key[:-40]]
+)
+def test_a_damaged_part_makes_the_credentials_absent(part: str, content: bytes) -> None:
+    assert read_credentials(secret(**{part: content})) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        secret(tls_key=OTHER.key),
+        secret(tls_crt=WHOLE.key),
+        {},
+        {"data": None},
+        {"data": {"tls.crt": "c"}},
+        {"data": secret()["data"] | {"token": "not base64"}},
+        {"data": secret()["data"] | {"token": None}},
+    ],
+)
+def test_credentials_are_read_whole_or_not_at_all(body: Json) -> None:
+    assert read_credentials(body) is None
 
 
 class Listing(Cluster):

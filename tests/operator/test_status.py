@@ -52,6 +52,7 @@ def status(
     ready: bool = True,
     now: float = NOW,
     recorded: Json | None = None,
+    source: Source | None = Source.TUNED,
 ) -> Json:
     seen = observed(
         llmdeployment(engine={"maxModelLen": 8192}),
@@ -67,7 +68,7 @@ def status(
             failures=failures,
             engines={"assistant-0": reading()} if engines is None else engines,
             limits=LIMITS,
-            source=Source.TUNED,
+            source=source,
             recorded=recorded or {},
             given_up=given_up,
         )
@@ -249,3 +250,25 @@ def test_one_event_per_turn_and_none_while_nothing_turns() -> None:
     assert build_events(trouble, trouble) == ()
     other = conditions(Degraded=("True", "ImageError"))
     assert [e.reason for e in build_events(trouble, other)] == ["ImageError"]
+
+
+def test_one_death_by_memory_is_one_event_and_a_stall_for_it_another() -> None:
+    def conditions(*kinds: str) -> Json:
+        about = {"status": "True", "reason": "CgroupOOM", "message": "killed"}
+        return {"conditions": [{"type": kind, **about} for kind in kinds]}
+
+    assert build_events({}, conditions("Degraded")) == ()
+    stalled = build_events(conditions("Degraded"), conditions("Degraded", "Stalled"))
+    assert [event.reason for event in stalled] == ["CgroupOOM"]
+
+
+# What is wanted is not said to be in force before an engine has it.
+def test_the_source_stays_until_every_engine_has_taken_over_the_limits() -> None:
+    tuned = status()
+    assert tuned["effective"]["source"] == "Tuned"
+    pending = status(previous=tuned, source=None)
+    assert pending["effective"] == tuned["effective"]
+    unknown = Unknown(UnknownReason.UNREACHABLE, "assistant-0", "connection refused")
+    blind = status(previous=tuned, engines={"assistant-0": unknown}, source=Source.SPEC)
+    assert blind["effective"] == tuned["effective"]
+    assert status(previous=tuned, source=Source.SPEC)["effective"]["source"] == "Spec"

@@ -1,14 +1,14 @@
 """One Event per transition of a condition that a user would look for in `kubectl describe`.
 
 In: the status before and after a pass. Out: Events; none when nothing turned. The tuner makes its
-own Events, one per decision.
+own Events, one per decision and one per death by memory.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from plimsoll_operator.tuning.values import Event
+from plimsoll_operator.tuning.values import OUT_OF_MEMORY, Event
 
 Json = dict[str, Any]
 
@@ -19,6 +19,8 @@ _TURNS = {
     ("Degraded", "True"): True,
     ("Stalled", "True"): True,
 }
+# The tuner's Event OOM has told of the death already. That it stalls the deployment is news.
+_TOLD = {("Degraded", "True", failure_class.value) for failure_class in OUT_OF_MEMORY}
 
 
 def build_events(previous: Json, status: Json) -> tuple[Event, ...]:
@@ -31,8 +33,9 @@ def build_events(previous: Json, status: Json) -> tuple[Event, ...]:
     for condition in status.get("conditions", []):
         turn = (condition["type"], condition["status"])
         now = (condition["status"], condition["reason"])
-        if turn in _TURNS and before.get(condition["type"]) != now:
+        reason = condition["reason"]
+        told = (*turn, reason) in _TOLD
+        if turn in _TURNS and not told and before.get(condition["type"]) != now:
             # A stall turns several conditions for one reason: that is one Event.
-            reason = condition["reason"]
             events[reason] = Event(reason, condition["message"], warning=_TURNS[turn])
     return tuple(events.values())

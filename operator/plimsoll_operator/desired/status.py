@@ -2,7 +2,8 @@
 
 In: what was observed, judged and decided, and the status as last written. Out: the whole next
 status as a plain object. Pure: everything that must survive a restart of the operator is carried
-over from the previous status.
+over from the previous status. What stands there may be anybody's, so only observed.read_status and
+shapes look into it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from plimsoll_operator import names
 from plimsoll_operator.checks import View, complete
+from plimsoll_operator.observed import read_status
+from plimsoll_operator.shape import read_time
 from plimsoll_operator.tuning.values import (
     EngineReading,
     Failure,
@@ -38,7 +41,7 @@ _VOLATILE_TUNING = ("target", "lowerBound", "upperBound", "uncappedTarget", "rea
 @dataclass(frozen=True)
 class Report:
     """What one pass found out. ``recorded`` are the parts that the tuner keeps of its own state
-    (tuning, oom); ``failures`` is every failure seen, ``given_up`` whether the template in the
+    (tuning, oom); ``source`` is None while some engine has not taken over ``limits``; ``failures`` is every failure seen, ``given_up`` whether the template in the
     cluster was found not to work."""
 
     view: View
@@ -46,7 +49,7 @@ class Report:
     failures: tuple[Failure, ...]
     engines: Mapping[str, EngineReading | Unknown]
     limits: Limits
-    source: Source
+    source: Source | None
     recorded: Json
     given_up: bool
 
@@ -81,7 +84,7 @@ def build_status(report: Report) -> Json:
 
 def build_invalid_status(resource: Json, message: str, now: float) -> Json:
     """For a spec that cannot be read: what was known before, and the two conditions that say so."""
-    previous: Json = resource.get("status", {})
+    previous = read_status(resource)
     generation = resource["metadata"]["generation"]
     verdicts = (
         Verdict("Ready", Status.FALSE, "InvalidSpec", message),
@@ -89,6 +92,23 @@ def build_invalid_status(resource: Json, message: str, now: float) -> Json:
     )
     conditions = build_conditions(previous, generation, verdicts, now)
     return {**previous, "observedGeneration": generation, "conditions": conditions}
+
+
+def build_failed_status(resource: Json, error: Exception, now: float) -> Json:
+    """For a pass that an exception ended: what was known before, and that it may hold no more."""
+    previous = read_status(resource)
+    message = (
+        f"{type(error).__name__}: {error}; nothing is managed until a pass succeeds (it is tried "
+        "again by itself; the operator's log has the details)"
+    )
+    verdicts = (
+        Verdict("Ready", Status.UNKNOWN, "ReconcileFailed", message),
+        Verdict("Degraded", Status.TRUE, "ReconcileFailed", message),
+    )
+    told = build_conditions(previous, resource["metadata"]["generation"], verdicts, now)
+    # In the order they have: the server keeps it, and another order would be another status.
+    conditions = {each["type"]: each for each in (*previous.get("conditions", ()), *told)}
+    return {**previous, "conditions": list(conditions.values())}
 
 
 def build_conditions(
@@ -116,14 +136,27 @@ def build_conditions(
 def is_due(previous: Json, status: Json, now: float) -> bool:
     """At once when something happened; when only figures moved, METRICS_INTERVAL_SECONDS after
     the last write; never when nothing differs."""
-    if _undated(previous) == _undated(status):
+    before, after = pruned(previous), pruned(status)
+    if _undated(before) == _undated(after):
         return False
-    if _steady(previous) != _steady(status):
+    if _steady(before) != _steady(after):
         return True
-    written = previous.get("load", {}).get("time")
-    if written is None:
-        return True
-    return now - datetime.fromisoformat(written).timestamp() >= METRICS_INTERVAL_SECONDS
+    written = read_time(_part(before, "load").get("time"))
+    return written is None or now - written >= METRICS_INTERVAL_SECONDS
+
+
+def with_emptied_lists(status: Json, previous: Json) -> Json:
+    """``status`` with an empty list for each that it no longer has: what is left out of a server-side
+    apply goes only when nobody else owns it too."""
+    emptied: Json = {}
+    for key, part in previous.items():
+        if isinstance(part, list) and part and key not in status:
+            emptied[key] = []
+        elif isinstance(part, dict) and isinstance(status.get(key, {}), dict):
+            inner = with_emptied_lists(status.get(key, {}), part)
+            if inner:
+                emptied[key] = inner
+    return {**status, **emptied}
 
 
 def timestamp(seconds: float) -> str:
@@ -143,20 +176,29 @@ def pruned(value: Json) -> Json:
 
 
 def _undated(status: Json) -> Json:
-    return {**status, "load": {k: v for k, v in status.get("load", {}).items() if k != "time"}}
+    load = {key: value for key, value in _part(status, "load").items() if key != "time"}
+    return {**status, "load": load}
 
 
 def _steady(status: Json) -> Json:
     """The status without what only follows the traffic."""
     steady = {key: value for key, value in status.items() if key not in ("load", "replicasDetail")}
+    conditions = status.get("conditions")
     steady["conditions"] = [
         {key: value for key, value in condition.items() if key != "message"}
-        for condition in status.get("conditions", [])
+        if isinstance(condition, dict)
+        else condition
+        for condition in (conditions if isinstance(conditions, list) else ())
     ]
     steady["tuning"] = {
-        key: value for key, value in status.get("tuning", {}).items() if key not in _VOLATILE_TUNING
+        key: value for key, value in _part(status, "tuning").items() if key not in _VOLATILE_TUNING
     }
     return steady
+
+
+def _part(status: Json, name: str) -> Json:
+    part = status.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _commit(revision: str | None) -> str | None:
@@ -170,26 +212,35 @@ def _readings(report: Report) -> list[EngineReading]:
 
 
 def _effective(report: Report) -> Json:
-    """What holds on every replica; the strictest where they differ. While no engine can be read
-    the last known length stays: unknown is not zero."""
+    """What holds on every replica; the strictest where they differ. While no engine can be read, or
+    one has still to take over the limits, the last known stays: unknown is not zero."""
     previous = report.view.observed.status.get("effective", {})
     readings, engine = _readings(report), report.view.observed.deployment.engine
     admitted = [r.max_model_len_admitted for r in readings if r.max_model_len_admitted is not None]
     ceilings = [r.max_model_len_ceiling for r in readings if r.max_model_len_ceiling is not None]
     used = [r.gpu_memory_utilization for r in readings if r.gpu_memory_utilization is not None]
-    limits = report.limits
+    limits, source = report.limits, report.source
+    # Without any engine the next one starts with the limits; with one, they are only wanted.
+    unknown = bool(report.engines) and not readings
+    known = previous if unknown else {}
     return {
-        "maxModelLen": min(admitted, default=limits.max_model_len or previous.get("maxModelLen")),
+        "maxModelLen": min(
+            admitted,
+            default=known.get("maxModelLen") or limits.max_model_len or previous.get("maxModelLen"),
+        ),
         "maxModelLenCeiling": min(
             ceilings,
             default=report.view.observed.deployment.ceiling or previous.get("maxModelLenCeiling"),
         ),
         "gpuMemoryUtilization": min(
-            used, default=limits.gpu_memory_utilization or engine.gpu_memory_utilization
+            used,
+            default=known.get("gpuMemoryUtilization")
+            or limits.gpu_memory_utilization
+            or engine.gpu_memory_utilization,
         ),
         "maxNumSeqs": limits.max_num_seqs or engine.max_num_seqs,
         "maxNumBatchedTokens": limits.max_num_batched_tokens or engine.max_num_batched_tokens,
-        "source": report.source.value,
+        "source": previous.get("source") if source is None or unknown else source.value,
     }
 
 

@@ -54,6 +54,9 @@ _STARTING = re.compile(
 )
 _ESTIMATED_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
 
+# What _describe says of a container killed at its limit, read back from status.
+_LIMIT_AT_DEATH = re.compile(r"killed at its memory limit of (\S+) ")
+
 _WORDS = {"class", "error", "message", "phase", "suggestion"}
 
 # What a failure of each class means, in words that name a remedy.
@@ -71,13 +74,10 @@ _MEANING = {
 }
 
 
-def classify(pod: Pod, *, memory_limit: str | None = None) -> Failure | None:
-    """The failure that tells most about this pod, recovered or not; None for one that never failed.
-
-    ``memory_limit`` is the container's limit as the spec has it, for the message.
-    """
+def classify(pod: Pod) -> Failure | None:
+    """The failure that tells most about this pod, recovered or not; None for one that never failed."""
     container = pod.container
-    dead = None if container is None else _from_termination(pod, container, memory_limit)
+    dead = None if container is None else _from_termination(pod, container)
     if dead is not None and dead.failure_class is FailureClass.CGROUP_OOM:
         return dead
     waiting = None if container is None else _from_waiting(pod, container)
@@ -108,7 +108,7 @@ def _from_waiting(pod: Pod, container: Container) -> Failure | None:
     return Failure(failure_class, incident, pod.name, _cut(message))
 
 
-def _from_termination(pod: Pod, container: Container, memory_limit: str | None) -> Failure | None:
+def _from_termination(pod: Pod, container: Container) -> Failure | None:
     end = container.termination
     if end is None or pod.deleting:
         return None
@@ -128,7 +128,7 @@ def _from_termination(pod: Pod, container: Container, memory_limit: str | None) 
         failure_class=failure_class,
         incident=f"{pod.uid}/{death}",
         pod=pod.name,
-        message=_cut(_describe(failure_class, end, said, memory_limit)),
+        message=_cut(_describe(failure_class, end, said, container.memory_limit)),
         at=end.finished_at,
         started_at=end.started_at,
         exit_code=end.exit_code,
@@ -163,10 +163,8 @@ def _describe(
     memory_limit: str | None,
 ) -> str:
     if failure_class is FailureClass.CGROUP_OOM:
-        limit = (
-            "its memory limit" if memory_limit is None else f"its memory limit of {memory_limit}"
-        )
-        return f"killed at {limit} (OOMKilled, exit status {end.exit_code})"
+        limit = "" if memory_limit is None else f" of {memory_limit}"
+        return f"killed at its memory limit{limit} (OOMKilled, exit status {end.exit_code})"
     if isinstance(text := said.get("message"), str) and text:
         return text
     what = f"{_MEANING[failure_class]} (exit status {end.exit_code})"
@@ -177,6 +175,12 @@ def _describe(
         return f"the engine was killed by signal {end.exit_code - 128}"
     lines = end.message.strip().splitlines()
     return f"{what}: {lines[-1]}" if lines else what
+
+
+def limit_at_death(failure: Failure) -> str | None:
+    """The memory limit of a container that was killed at it, where it is known."""
+    found = _LIMIT_AT_DEATH.match(failure.message)
+    return None if found is None else found.group(1)
 
 
 def _figures(said: Mapping[str, Any]) -> dict[str, int | float | str]:

@@ -17,6 +17,7 @@ from plimsoll_operator.tuning.evidence import Evidence
 from plimsoll_operator.tuning.policy import TuningPolicy
 from plimsoll_operator.tuning.rules import Proposal
 from plimsoll_operator.tuning.values import (
+    OUT_OF_MEMORY,
     Blocked,
     Change,
     Event,
@@ -33,11 +34,6 @@ from plimsoll_operator.tuning.values import (
 
 MAX_HANDLED = 32
 
-_OOM = {
-    FailureClass.CGROUP_OOM,
-    FailureClass.CUDA_OOM_AT_START,
-    FailureClass.CUDA_OOM_AT_RUNTIME,
-}
 _START_FAILURES = {
     FailureClass.CUDA_OOM_AT_START,
     FailureClass.KV_TOO_SMALL_FOR_MAX_LEN,
@@ -80,7 +76,7 @@ def learn(inputs: TuningInputs, bounds: Bounds, utilization: float, policy: Tuni
         if failed_start and failure.pod not in inputs.engines:
             starts[failure.pod] = starts.get(failure.pod, 0) + 1
         ours = _is_of_divided_memory(failure, inputs)
-        if failure.failure_class in _OOM:
+        if failure.failure_class in OUT_OF_MEMORY:
             oom = OOMRecord(oom.total + 1, failure, host_memory=not ours)
             events.append(Event("OOM", f"{failure.pod}: {failure.message}", warning=True))
         if ours:
@@ -133,7 +129,7 @@ def _is_of_divided_memory(failure: Failure, inputs: TuningInputs) -> bool:
     and on CPU the container's while serving. The container's while weights are read is not."""
     if failure.failure_class is FailureClass.CGROUP_OOM:
         return inputs.settings.on_cpu and _was_serving(failure, inputs)
-    return failure.failure_class in _OOM
+    return failure.failure_class in OUT_OF_MEMORY
 
 
 def _at_death(
@@ -242,7 +238,7 @@ def _give_up(
     inputs: TuningInputs, state: TuningState, proposal: Proposal | None, policy: TuningPolicy
 ) -> GiveUp | None:
     """Not while there is still a move to try. Whether the template is given up for it is not
-    decided here: it may serve in another pod (checks.may_give_up)."""
+    decided here: it may serve in another pod (stall.may_give_up)."""
     for failure in sorted(inputs.failures, key=lambda f: f.incident):
         if not is_failed_start(failure, inputs):
             continue

@@ -11,15 +11,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plimsoll_operator import names
+from plimsoll_operator import names, shape
+from plimsoll_operator.shape import read_time
 from plimsoll_operator.spec import Deployment
-from plimsoll_operator.tuning.record import read_time, write_time
+from plimsoll_operator.tuning.record import write_time
 from plimsoll_operator.tuning.values import Blocked, FailureClass, Learned
 
 Json = dict[str, Any]
 
 # Node labels that name the device, as NVIDIA's and AMD's device discovery set them.
 _PRODUCT_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name")
+
+# The CRD allows 64; the tuner adds to them.
+_BLOCKED_READ = 32
+_BLOCKED_SHAPE = shape.record(
+    {
+        "gpuMemoryUtilization": shape.share,
+        "retreat": shape.share,
+        "time": shape.time,
+        "class": shape.word(FailureClass),
+        "count": shape.positive,
+    },
+    required=("gpuMemoryUtilization", "retreat", "time", "class"),
+)
+_STATUS_SHAPE = shape.record(
+    {
+        "blocked": shape.list_of(_BLOCKED_SHAPE),
+        "lastKnownGood": shape.share,
+        "lastOOMTime": shape.time,
+        "overrun": shape.share,
+        "overrunTime": shape.time,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -123,10 +146,12 @@ def build_profile_status(learned: Learned) -> Json:
 
 
 def read_learned(profile: Mapping[str, Any] | None) -> Learned:
-    """Nothing, when there is no profile."""
-    status = (profile or {}).get("status", {})
+    """Nothing, when there is no profile; what cannot be read is left out, each entry by itself."""
+    status = _STATUS_SHAPE((profile or {}).get("status")) or {}
+    blocked = (_read_blocked(entry) for entry in status.get("blocked", ()))
+    latest = sorted(blocked, key=lambda entry: entry.at)[-_BLOCKED_READ:]
     return Learned(
-        blocked=tuple(_read_blocked(entry) for entry in status.get("blocked", ())),
+        blocked=tuple(sorted(latest, key=lambda entry: entry.utilization)),
         last_known_good=status.get("lastKnownGood"),
         last_oom_at=read_time(status.get("lastOOMTime")),
         overrun=status.get("overrun"),

@@ -1,7 +1,8 @@
 """The tuner's state as it stands in status.tuning and status.oom of an LLMDeployment.
 
 In: a decision, or a status. Out: plain JSON, or the state read back; what is absent reads back as
-the default. Times are written as RFC 3339 in whole seconds.
+the default, and so does what cannot be read, each entry by itself. Times are written as RFC 3339 in
+whole seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from plimsoll_operator import shape
+from plimsoll_operator.shape import read_time
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning.values import (
     Change,
@@ -26,6 +29,8 @@ from plimsoll_operator.tuning.values import (
 
 Json = dict[str, Any]
 
+LONGEST_REASON = 1024
+
 _LIMITS = {
     "max_model_len": "maxModelLen",
     "gpu_memory_utilization": "gpuMemoryUtilization",
@@ -33,6 +38,62 @@ _LIMITS = {
     "max_num_batched_tokens": "maxNumBatchedTokens",
     "watermark": "watermark",
 }
+
+_LIMITS_SHAPE = shape.record(
+    {
+        "maxModelLen": shape.positive,
+        "gpuMemoryUtilization": shape.share,
+        "maxNumSeqs": shape.positive,
+        "maxNumBatchedTokens": shape.positive,
+        "watermark": shape.share,
+    }
+)
+_CHANGE_SHAPE = shape.record(
+    {
+        "time": shape.time,
+        "parameter": shape.word(Parameter),
+        "from": shape.number,
+        "to": shape.number,
+        "rule": shape.word(Rule),
+        "reason": shape.text,
+        "expected": shape.text,
+        "revision": shape.integer,
+        "inputs": shape.map_of(shape.number),
+        "outcome": shape.text,
+    },
+    required=("time", "parameter", "from", "to", "rule"),
+)
+_TUNING_SHAPE = shape.record(
+    {
+        "tuned": _LIMITS_SHAPE,
+        "current": _LIMITS_SHAPE,
+        "basis": _LIMITS_SHAPE,
+        "revision": shape.integer,
+        "revisedAt": shape.time,
+        "mode": shape.word(TuningMode),
+        "generation": shape.integer,
+        "history": shape.list_of(_CHANGE_SHAPE),
+        "handledFailures": shape.list_of(shape.text),
+        "startFailures": shape.map_of(shape.integer),
+        "metricsAvailable": shape.boolean,
+    }
+)
+_OOM_SHAPE = shape.record(
+    {
+        "total": shape.integer,
+        "hostMemory": shape.boolean,
+        "last": shape.record(
+            {
+                "time": shape.time,
+                "pod": shape.text,
+                "class": shape.word(FailureClass),
+                "message": shape.text,
+                "incident": shape.text,
+            },
+            required=("class",),
+        ),
+    }
+)
 
 
 def record_tuning(decision: TuningDecision) -> Json:
@@ -45,7 +106,7 @@ def record_tuning(decision: TuningDecision) -> Json:
         "lowerBound": limits_to_json(decision.lower_bound),
         "upperBound": limits_to_json(decision.upper_bound),
         "uncappedTarget": limits_to_json(decision.uncapped),
-        "reason": decision.reason,
+        "reason": decision.reason[:LONGEST_REASON],
         "revision": state.revision,
         "revisedAt": write_time(state.revised_at),
         "tuned": limits_to_json(state.tuned),
@@ -60,8 +121,9 @@ def record_tuning(decision: TuningDecision) -> Json:
 
 
 def read_state(status: Mapping[str, Any]) -> TuningState:
-    """The state that the last operator left; a fresh one for a new object."""
-    tuning = status.get("tuning", {})
+    """The state that the last operator left; a fresh one for a new object. What cannot be read is
+    lost by itself: a newer operator's words, or what somebody wrote by hand."""
+    tuning = _TUNING_SHAPE(status.get("tuning")) or {}
     mode, basis = tuning.get("mode"), tuning.get("basis")
     return TuningState(
         tuned=limits_from_json(tuning.get("tuned", {})),
@@ -73,7 +135,7 @@ def read_state(status: Mapping[str, Any]) -> TuningState:
         generation=tuning.get("generation"),
         history=tuple(_change_from_json(entry) for entry in tuning.get("history", ())),
         handled=tuple(tuning.get("handledFailures", ())),
-        oom=_oom_from_json(status.get("oom", {})),
+        oom=_oom_from_json(_OOM_SHAPE(status.get("oom")) or {}),
         start_failures=dict(tuning.get("startFailures", {})),
         metrics_available=tuning.get("metricsAvailable", True),
     )
@@ -116,8 +178,8 @@ def _change_from_json(entry: Mapping[str, Any]) -> Change:
     return Change(
         time=time,
         parameter=Parameter(entry["parameter"]),
-        before=entry.get("from"),
-        after=entry.get("to"),
+        before=entry["from"],
+        after=entry["to"],
         rule=Rule(entry["rule"]),
         reason=entry.get("reason", ""),
         expected=entry.get("expected", ""),
@@ -163,7 +225,3 @@ def write_time(seconds: float | None) -> str | None:
     if seconds is None:
         return None
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def read_time(timestamp: str | None) -> float | None:
-    return None if timestamp is None else datetime.fromisoformat(timestamp).timestamp()

@@ -108,6 +108,8 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         events.append(Event("MetricsUnavailable", available.message, warning=True))
     overdue = now - (now if before.revised_at is None else before.revised_at)
     late = waiting_for if overdue > policy.confirm_timeout else ()
+    # What moves in this pass nobody has yet.
+    pending = tuple(reading.pod for reading in evidence.readings) if moved else waiting_for
     state = replace(
         state,
         limits=in_force,
@@ -136,13 +138,14 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         events=tuple(events),
         verdicts=(
             available,
-            verdicts.tuning_active(settings, available, inputs.outcomes, late),
+            verdicts.tuning_active(settings, available, inputs.outcomes, pending, late),
             verdicts.tuning_limited(tuple(found.limited or "" for found in held_back)),
             verdicts.oom_detected(state.oom, settings, policy, now),
         ),
         state=state,
         learned=learned,
         give_up=lesson.give_up,
+        unconfirmed=pending,
     )
 
 
@@ -158,7 +161,9 @@ def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> 
         length = None
     elif None not in (length, start.max_model_len) and basis.max_model_len != start.max_model_len:
         length = min(length or 0, start.max_model_len or 0)
-    starts = state.mode not in (TuningMode.AUTO, TuningMode.HOLD)
+    # Hold keeps what was tuned; where nothing was, Auto has yet to start.
+    held = state.mode is TuningMode.HOLD and utilization is not None
+    starts = state.mode is not TuningMode.AUTO and not held
     if basis.gpu_memory_utilization != start.gpu_memory_utilization:
         starts, utilization = True, None
     if settings.mode is TuningMode.AUTO:

@@ -138,6 +138,15 @@ class FailureClass(StrEnum):
     ENGINE_DEAD = "EngineDead"
 
 
+OUT_OF_MEMORY = frozenset(
+    {
+        FailureClass.CGROUP_OOM,
+        FailureClass.CUDA_OOM_AT_START,
+        FailureClass.CUDA_OOM_AT_RUNTIME,
+    }
+)
+
+
 @dataclass(frozen=True)
 class Failure:
     """One death of one engine container, or what keeps it from starting.
@@ -347,7 +356,7 @@ class Source(StrEnum):
 class TuningDecision:
     """``limits`` are to be in force at ``revision`` on every pod. ``target`` is what the tuner
     would do (it differs from ``limits`` in mode Advise), ``uncapped`` what it would do without
-    bounds. ``state`` and ``learned`` go into the next pass; ``learned`` is written to the
+    bounds. ``unconfirmed`` are pods that can be read and do not have ``limits`` yet. ``state`` and ``learned`` go into the next pass; ``learned`` is written to the
     MemoryProfile when it differs from the one that came in."""
 
     limits: Limits
@@ -364,3 +373,4 @@ class TuningDecision:
     state: TuningState
     learned: Learned
     give_up: GiveUp | None = None
+    unconfirmed: tuple[str, ...] = ()

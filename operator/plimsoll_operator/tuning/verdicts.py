@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plimsoll_operator.quantities import parse_quantity
 from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning.failures import limit_at_death
 from plimsoll_operator.tuning.policy import TuningPolicy
 from plimsoll_operator.tuning.values import (
     EngineReading,
@@ -18,6 +20,9 @@ from plimsoll_operator.tuning.values import (
     Unknown,
     Verdict,
 )
+
+# In gRPC's words: the engine shows another certificate than the Secret holds.
+_DISTRUST = "CERTIFICATE_VERIFY_FAILED"
 
 
 def metrics_available(
@@ -40,14 +45,27 @@ def tuning_active(
     settings: Settings,
     available: Verdict,
     outcomes: Mapping[str, LimitsOutcome],
-    unconfirmed: tuple[str, ...],
+    pending: tuple[str, ...],
+    late: tuple[str, ...],
 ) -> Verdict:
-    """``unconfirmed``: pods that have not taken over the limits within the time allowed."""
+    """``pending``: pods that have not taken over the limits yet; ``late``: those of them whose time
+    for it is over. What no engine has confirmed is never said to be in force, in any mode."""
 
     def inactive(reason: str, message: str) -> Verdict:
         return Verdict("TuningActive", Status.FALSE, reason, message)
 
+    rejected = sorted(o.pod for o in outcomes.values() if o.kind is OutcomeKind.REJECTED)
+    if rejected:
+        reason = outcomes[rejected[0]].reason
+        return inactive("LimitsRejected", f"pod {rejected[0]} refused its limits: {reason}")
+    if late:
+        return inactive("LimitsNotConfirmed", _explain_late(late[0], outcomes))
     if settings.mode is TuningMode.OFF:
+        if available.status is Status.FALSE:
+            return inactive("Off", f"spec.tuning.mode is Off; not confirmed: {available.message}")
+        if pending:
+            waiting = f"pod {pending[0]} has not taken over the spec's values yet"
+            return inactive("Off", f"spec.tuning.mode is Off; {waiting}")
         return inactive("Off", "spec.tuning.mode is Off: the spec's values are in force")
     if settings.mode is TuningMode.HOLD:
         return inactive("Hold", "spec.tuning.mode is Hold: the values in force stay as they are")
@@ -57,16 +75,21 @@ def tuning_active(
         return inactive(
             "Advise", "spec.tuning.mode is Advise: status.tuning.target says what would be done"
         )
-    rejected = sorted(o.pod for o in outcomes.values() if o.kind is OutcomeKind.REJECTED)
-    if rejected:
-        reason = outcomes[rejected[0]].reason
-        return inactive("LimitsRejected", f"pod {rejected[0]} refused its limits: {reason}")
-    if unconfirmed:
-        return inactive(
-            "LimitsNotConfirmed",
-            f"pod {unconfirmed[0]} has not taken over the limits; nothing more is changed until then",
-        )
     return Verdict("TuningActive", Status.TRUE, "Auto", "limits follow the traffic")
+
+
+def _explain_late(pod: str, outcomes: Mapping[str, LimitsOutcome]) -> str:
+    message = f"pod {pod} has not taken over the limits; nothing more is changed until then"
+    outcome = outcomes.get(pod)
+    if outcome is None or not outcome.reason:
+        return message
+    message = f"{message}: {outcome.reason}"
+    if outcome.kind is OutcomeKind.UNAUTHENTICATED or _DISTRUST in outcome.reason:
+        message += (
+            "; an engine takes over a changed control Secret within a minute or two; if it does "
+            "not, delete the pod: a new one starts with the present Secret"
+        )
+    return message
 
 
 def tuning_limited(limits: tuple[str, ...]) -> Verdict:
@@ -85,11 +108,19 @@ def oom_detected(oom: OOMRecord, settings: Settings, policy: TuningPolicy, now: 
         return Verdict("OOMDetected", Status.FALSE, "NoRecentOOM", "none in the last 24 hours")
     message = f"pod {last.pod}: {last.message}"
     if oom.host_memory:
-        limit = settings.memory_limit or "not set"
-        message += (
-            f"; raise spec.resources.limits.memory ({limit}), the engine's limits cannot help"
-        )
+        if not _was_raised(limit_at_death(last), settings.memory_limit):
+            limit = settings.memory_limit or "not set"
+            message += (
+                f"; raise spec.resources.limits.memory ({limit}), the engine's limits cannot help"
+            )
         return Verdict("OOMDetected", Status.TRUE, "HostMemoryOOM", message)
     on_host = last.failure_class is FailureClass.CGROUP_OOM
     reason = "ContainerMemoryOOM" if on_host else "DeviceMemoryOOM"
     return Verdict("OOMDetected", Status.TRUE, reason, message)
+
+
+def _was_raised(before: str | None, now: str | None) -> bool:
+    """False where a limit is not known."""
+    then = None if before is None else parse_quantity(before)
+    limit = None if now is None else parse_quantity(now)
+    return then is not None and limit is not None and limit > then

@@ -1,0 +1,59 @@
+"""Writes the status of an LLMDeployment and its Events, when it is time.
+
+In: the object as read, its next status and Events. Out: requests to the API server, none while
+nothing has happened, and what the next pass must know of the last write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from plimsoll_operator import cluster as api
+from plimsoll_operator.apply import apply_status, record_event
+from plimsoll_operator.cluster import Cluster
+from plimsoll_operator.desired.events import build_events
+from plimsoll_operator.desired.status import build_failed_status, is_due, with_emptied_lists
+from plimsoll_operator.observed import Json, read_status
+from plimsoll_operator.tuning.values import Event
+from plimsoll_operator.workers import Key
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A status as it was applied, and what the server made of it: fields of other owners stay."""
+
+    sent: Json
+    answered: Json
+
+
+async def report(
+    cluster: Cluster,
+    resource: Json,
+    status: Json,
+    now: float,
+    *,
+    events: Iterable[Event] = (),
+    last: Reported | None = None,
+) -> Reported | None:
+    """Status first: an Event tells of what can already be read there. ``last`` is the last write;
+    what is returned goes into the next pass."""
+    found = resource.get("status")
+    previous: Json = found if isinstance(found, dict) else {}
+    # Another owner's fields cannot be taken out. As long as nobody has touched the status since, it
+    # is what it was made to be, and writing it again would change nothing but its time, for ever.
+    untouched = last is not None and last.answered == previous
+    if is_due(last.sent if last is not None and untouched else previous, status, now):
+        answered = await apply_status(cluster, resource, with_emptied_lists(status, previous))
+        last = Reported(status, answered)
+        events = (*events, *build_events(read_status(resource), status))
+    for event in events:
+        await record_event(cluster, resource, event, now)
+    return last
+
+
+async def report_failure(cluster: Cluster, key: Key, error: Exception, now: float) -> None:
+    """Shows the user that passes fail, and with what."""
+    resource = await cluster.get(api.LLM_DEPLOYMENT, *key)
+    if resource is not None and "deletionTimestamp" not in resource["metadata"]:
+        await report(cluster, resource, build_failed_status(resource, error, now), now)
