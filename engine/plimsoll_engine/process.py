@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from plimsoll_engine import __version__
 from plimsoll_engine.config import ConfigError, EngineConfig
-from plimsoll_engine.control.credentials import ControlCredentials, read_credentials
+from plimsoll_engine.control.credentials import CredentialFiles
 from plimsoll_engine.control.reports import EngineIdentity
 from plimsoll_engine.control.server import ControlServer
 from plimsoll_engine.core import EngineCore
@@ -77,7 +77,7 @@ def run_engine(
         # What can be wrong with the place comes first: it takes no time to find out.
         listener = bind(config.host, config.port)
         control_port = _hold_control_port(config)
-        credentials = None if config.control_dir is None else read_credentials(config.control_dir)
+        credentials = None if config.control_dir is None else CredentialFiles(config.control_dir)
         log.info("plimsoll %s: loading %s", __version__, config.model)
         tokenizer = (load_tokenizer or _load_tokenizer)(config)
         metrics = EngineMetrics(config.served_model_name[0])
@@ -132,7 +132,7 @@ def _start_engine(
     core: EngineCore,
     metrics: EngineMetrics,
     loaded: ModelTokenizer,
-    credentials: ControlCredentials | None,
+    credentials: CredentialFiles | None,
     control_port: socket.socket | None,
 ) -> Engine:
     """Everything but listening. What takes memory of its own comes before the core measures it."""
@@ -151,7 +151,12 @@ def _start_engine(
             __version__, config.served_model_name[0], device, config.tensor_parallel_size
         )
         control_port.close()
-        control = ControlServer(core, identity, port=config.control_port, credentials=credentials)
+        control = ControlServer(
+            core,
+            identity,
+            port=config.control_port,
+            credentials=None if credentials is None else credentials.current,
+        )
     log.info("loading the weights and planning the memory on %s", device)
     core.start()
     snapshot = core.snapshot()

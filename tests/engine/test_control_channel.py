@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,7 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from plimsoll_engine.config import ConfigError
 from plimsoll_engine.control import server as control_server
-from plimsoll_engine.control.credentials import ControlCredentials, read_credentials
+from plimsoll_engine.control.credentials import ControlCredentials
 from plimsoll_engine.control.reports import EngineIdentity
 from plimsoll_engine.control.server import (
     MAX_DRAINS,
@@ -33,6 +32,7 @@ from plimsoll_engine.control.server import (
     SERVICE_NAME,
     WORKERS,
     ControlServer,
+    Credentials,
 )
 from plimsoll_engine.executor import StepBatch
 from plimsoll_wire import engine_control_pb2 as wire
@@ -80,7 +80,7 @@ def certificate() -> Certificate:
 
 @contextmanager
 def control_of(
-    server: ApiServer, credentials: ControlCredentials | None = None
+    server: ApiServer, credentials: Credentials | None = None
 ) -> Iterator[ControlServer]:
     control = ControlServer(server.core, IDENTITY, port=0, credentials=credentials)
     control.start()
@@ -322,7 +322,7 @@ def test_tls_and_the_token_guard_everything_but_health(certificate: Certificate)
     trusted = grpc.ssl_channel_credentials(certificate.certificate)
     with (
         api_server() as server,
-        control_of(server, credentials) as control,
+        control_of(server, lambda: credentials) as control,
         grpc.secure_channel(f"127.0.0.1:{control.port}", trusted) as channel,
     ):
         stub = stub_on(channel)
@@ -379,19 +379,3 @@ def test_a_port_in_use_is_a_clear_error() -> None:
         pytest.raises(ConfigError, match=f"--control-port.*{control.port}"),
     ):
         ControlServer(server.core, IDENTITY, port=control.port, credentials=None)
-
-
-@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "token"])
-@pytest.mark.parametrize("empty", [True, False])
-def test_a_missing_or_empty_file_of_the_secret_is_named(
-    tmp_path: Path, missing: str, empty: bool
-) -> None:
-    for name in ("tls.crt", "tls.key", "token"):
-        (tmp_path / name).write_text("something\n")
-    assert read_credentials(tmp_path).token == "something"
-    if empty:
-        (tmp_path / missing).write_text("\n")
-    else:
-        (tmp_path / missing).unlink()
-    with pytest.raises(ConfigError, match=missing):
-        read_credentials(tmp_path)

@@ -42,7 +42,7 @@ def engine(num_blocks: int = 160) -> Iterator[tuple[ApiServer, str]]:
             running.core,
             EngineIdentity("0.1.0", "m", "cpu", 1),
             port=0,
-            credentials=ControlCredentials(
+            credentials=lambda: ControlCredentials(
                 CREDENTIALS.certificate, CREDENTIALS.key, CREDENTIALS.token.decode()
             ),
         )

@@ -1,8 +1,9 @@
 """EngineControl over gRPC, with gRPC health and reflection: the operator's way into one engine.
 
 With credentials the channel is TLS, every call but a health check needs the token, and the port is
-open to the pod's network. Without them it listens on the loopback address alone. The server has its
-own threads, so a busy HTTP side never delays a limit; and calls that last get only some of them.
+open to the pod's network; they are asked for anew with every handshake and call. Without them it
+listens on the loopback address alone. The server has its own threads, so a busy HTTP side never
+delays a limit; and calls that last get only some of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from plimsoll_wire import engine_control_pb2 as wire
 from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# What is in force now.
+Credentials: TypeAlias = Callable[[], ControlCredentials]
 
 SERVICE_NAME = wire.DESCRIPTOR.services_by_name["EngineControl"].full_name
 HEALTH_SERVICE = f"/{health.SERVICE_NAME}/"
@@ -143,14 +146,14 @@ class ControlServer:
         identity: EngineIdentity,
         *,
         port: int,
-        credentials: ControlCredentials | None,
+        credentials: Credentials | None,
     ) -> None:
         """``port`` 0 takes a free one. Raises ConfigError when the port cannot be had."""
         self._control = EngineControl(core, identity)
         self._health = health.HealthServicer()
         self._server = grpc.server(
             ThreadPoolExecutor(WORKERS, thread_name_prefix="control"),
-            interceptors=[] if credentials is None else [BearerAuth(credentials.token)],
+            interceptors=[] if credentials is None else [BearerAuth(credentials)],
             options=[
                 # Two engines must never share a port by mistake.
                 ("grpc.so_reuseport", 0),
@@ -170,12 +173,11 @@ class ControlServer:
         register_reflection(Reflection(names), self._server)
         self.port = self._listen(port, credentials)
 
-    def _listen(self, port: int, credentials: ControlCredentials | None) -> int:
+    def _listen(self, port: int, credentials: Credentials | None) -> int:
         try:
             if credentials is None:
                 return self._server.add_insecure_port(f"127.0.0.1:{port}")
-            pair = (credentials.key, credentials.certificate)
-            return self._server.add_secure_port(f"[::]:{port}", grpc.ssl_server_credentials([pair]))
+            return self._server.add_secure_port(f"[::]:{port}", _server_credentials(credentials))
         except RuntimeError as error:
             raise ConfigError("--control-port", port, f"a port that is free ({error})") from None
 
@@ -197,8 +199,8 @@ class ControlServer:
 class BearerAuth(grpc.ServerInterceptor):
     """Refuses every call without the token, health checks apart: probes carry none."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
         def refuse(request: object, context: grpc.ServicerContext) -> None:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the bearer token is missing or wrong")
@@ -214,9 +216,20 @@ class BearerAuth(grpc.ServerInterceptor):
             return continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata).get("authorization", "")
         given_bytes = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(given_bytes, self._expected):
+        expected = f"Bearer {self._credentials().token}".encode()
+        if hmac.compare_digest(given_bytes, expected):
             return continuation(handler_call_details)
         return self._refusal
+
+
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """With the certificate in force at each handshake."""
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        now = credentials()
+        return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)])
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration)
 
 
 def _state(report: wire.MemoryReport) -> bytes:
