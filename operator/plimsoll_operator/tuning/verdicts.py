@@ -54,7 +54,9 @@ def tuning_active(
     def inactive(reason: str, message: str) -> Verdict:
         return Verdict("TuningActive", Status.FALSE, reason, message)
 
-    rejected = sorted(o.pod for o in outcomes.values() if o.kind is OutcomeKind.REJECTED)
+    # A pod that has them by now, from its limits file, has a refusal of an earlier life.
+    refused = (o.pod for o in outcomes.values() if o.kind is OutcomeKind.REJECTED)
+    rejected = sorted(pod for pod in refused if pod in pending)
     if rejected:
         reason = outcomes[rejected[0]].reason
         return inactive("LimitsRejected", f"pod {rejected[0]} refused its limits: {reason}")
