@@ -7,7 +7,8 @@ scheduler and no HTTP server.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -16,6 +17,7 @@ class RefusalReason(StrEnum):
 
     TOO_LONG = "too_long"
     OVER_ADMITTED_LENGTH = "over_admitted_length"
+    TOO_MANY_SEQUENCES = "too_many_sequences"
     QUEUE_FULL = "queue_full"
     DRAINING = "draining"
     ENGINE_DEAD = "engine_dead"
@@ -51,20 +53,43 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of one sequence: a request makes one for each of its prompts and choices."""
+
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True)
 class AdmissionState:
     """What the decision depends on, lengths in tokens.
 
-    ``admitted`` and ``usable_pool`` move while the engine serves; ``ceiling`` and ``planned_pool``
-    are those of its start.
+    ``admitted``, ``usable_pool`` and ``max_running`` move while the engine serves; ``ceiling``,
+    ``planned_pool`` and ``max_running_ever`` are those of its start.
     """
 
     ceiling: int
     admitted: int
     planned_pool: int
     usable_pool: int
+    block_size: int
+    free_blocks: int
+    # Kept free while anything runs.
+    reserved_blocks: int
+    running: int
+    max_running: int
+    max_running_ever: int
     waiting: int
     max_waiting: int
+    # Blocks that the first of the waiting start with, for each running slot that is free.
+    next_blocks: tuple[int, ...]
     draining: bool
+    # Prompts that were accepted and that none of the above counts yet.
+    arriving: tuple[int, ...] = ()
 
     @property
     def length_ever(self) -> int:
@@ -80,16 +105,44 @@ class AdmissionState:
         """The longest prompt that still leaves room for one token, at this moment."""
         return max(0, self.length_now - 1)
 
+    @property
+    def idle(self) -> AdmissionState:
+        """The same engine with nothing to do and its limits at their widest."""
+        return replace(
+            self,
+            usable_pool=self.planned_pool,
+            free_blocks=self.planned_pool // self.block_size,
+            running=0,
+            max_running=self.max_running_ever,
+            waiting=0,
+            next_blocks=(),
+            arriving=(),
+        )
+
+    def queue_behind(self, prompts: Sequence[int]) -> int:
+        """How many wait when ``prompts`` have come too and all that can start has started. First
+        come, first served, as the scheduler does it: behind one that waits all others wait."""
+        arriving = [-(-tokens // self.block_size) for tokens in (*self.arriving, *prompts)]
+        running, free, started = self.running, self.free_blocks, 0
+        for blocks in (*self.next_blocks, *arriving):
+            reserved = self.reserved_blocks if running else 0
+            if running >= self.max_running or blocks + reserved > free:
+                break
+            running, free, started = running + 1, free - blocks, started + 1
+        return self.waiting + len(arriving) - started
+
 
 # The admitted length moves at the tuner's pace, a queue at the engine's.
 _RETRY_AFTER_LENGTH = 5
 _RETRY_AFTER_QUEUE = 2
 
 
-def judge(state: AdmissionState, *, prompt_tokens: int, max_tokens: int) -> Refused | None:
-    """None admits. The client's own mistake comes before the state of the engine, so that a
-    request that can never succeed is not told to try again."""
-    total = prompt_tokens + max_tokens
+def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None:
+    """None admits all ``sequences`` of a request. The client's own mistake comes before the state
+    of the engine, so that a request that can never succeed is not told to try again."""
+    longest = max(sequences, key=lambda lengths: lengths.total)
+    prompt_tokens, max_tokens, total = longest.prompt_tokens, longest.max_tokens, longest.total
+    prompts = [lengths.prompt_tokens for lengths in sequences]
     if total > state.length_ever:
         return Refused(
             400,
@@ -99,6 +152,16 @@ def judge(state: AdmissionState, *, prompt_tokens: int, max_tokens: int) -> Refu
             f"tokens, for a total of {total} tokens. Please reduce the length of the input prompt "
             "or the number of requested output tokens.",
             param="input_tokens",
+        )
+    if (queued := state.idle.queue_behind(prompts)) > state.max_waiting:
+        return Refused(
+            400,
+            RefusalReason.TOO_MANY_SEQUENCES,
+            f"prompt times n: {len(prompts)} sequences of {sum(prompts)} prompt tokens are not "
+            f"allowed in one request; expected as many as find a place in an idle engine: "
+            f"{state.max_running_ever} run, within {state.planned_pool} tokens, and "
+            f"{state.max_waiting} wait (of these {queued} would have to)",
+            param="n",
         )
     if state.draining:
         return Refused(503, RefusalReason.DRAINING, "The engine is shutting down.")
@@ -112,11 +175,12 @@ def judge(state: AdmissionState, *, prompt_tokens: int, max_tokens: int) -> Refu
             param="input_tokens",
             retry_after=_RETRY_AFTER_LENGTH,
         )
-    if state.waiting >= state.max_waiting:
+    if state.queue_behind(prompts) > state.max_waiting:
         return Refused(
             429,
             RefusalReason.QUEUE_FULL,
-            f"The queue is full: {state.waiting} requests are waiting, {state.max_waiting} may. "
+            f"The queue is full: {state.queue_behind(())} requests are waiting, "
+            f"{state.max_waiting} may, and this one has {len(prompts)} sequences. "
             "Please retry later.",
             retry_after=_RETRY_AFTER_QUEUE,
         )

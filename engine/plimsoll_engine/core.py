@@ -11,11 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
-from plimsoll_engine.admission import AdmissionState, RefusalReason, Refused, judge
+from plimsoll_engine.admission import AdmissionState, Lengths, RefusalReason, Refused, judge
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.engine_loop import EngineLoop, Sink
 from plimsoll_engine.executor import Executor
@@ -76,9 +77,9 @@ class EngineCore:
         self._admission: AdmissionState | None = None
         self._heartbeat = clock()
         # Accepted requests without a final output, and those that the published snapshot does not
-        # count yet.
+        # count yet, with their prompts' tokens.
         self._accepted: set[str] = set()
-        self._unseen: set[str] = set()
+        self._unseen: dict[str, int] = {}
         self._refused = dict.fromkeys(RefusalReason, 0)
         self._draining = False
         self._closed = False
@@ -98,14 +99,19 @@ class EngineCore:
     def submit(self, request: Request, sink: Sink) -> None:
         """Accepts the request, whose sink then gets exactly one final output, or raises
         admission.Refused."""
+        self.submit_all([(request, sink)])
+
+    def submit_all(self, requests: Sequence[tuple[Request, Sink]]) -> None:
+        """Accepts all of them or none: they are the sequences of one client's request."""
         with self._changed:
-            refused = self._judge(request)
+            refused = self._judge([request for request, _ in requests])
             if refused is not None:
                 self._refused[refused.reason] += 1
                 raise refused
-            self._accepted.add(request.request_id)
-            self._unseen.add(request.request_id)
-            self._inbox.put(lambda: self._add(request, sink))
+            for request, sink in requests:
+                self._accepted.add(request.request_id)
+                self._unseen[request.request_id] = len(request.prompt_token_ids)
+                self._inbox.put(partial(self._add, request, sink))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request in whatever state it is; unknown ids are ignored.
@@ -206,7 +212,8 @@ class EngineCore:
         with self._changed:
             self._snapshot, self._admission = snapshot, admission
             self._heartbeat = self._clock()
-            self._unseen -= self._received
+            for request_id in self._received:
+                self._unseen.pop(request_id, None)
             self._changed.notify_all()
         self._received.clear()
 
@@ -261,27 +268,29 @@ class EngineCore:
 
     # Under the lock.
 
-    def _judge(self, request: Request) -> Refused | None:
+    def _judge(self, requests: Sequence[Request]) -> Refused | None:
         if self.failure is not None:
             return Refused(503, RefusalReason.ENGINE_DEAD, self.failure.message)
-        if request.request_id in self._accepted:
+        if used := self._accepted.intersection(request.request_id for request in requests):
             return Refused(
                 400,
                 RefusalReason.DUPLICATE_REQUEST_ID,
-                f"The request id {request.request_id!r} is in use.",
+                f"The request id {min(used)!r} is in use.",
                 param="request_id",
             )
         if self._admission is None:
             raise RuntimeError("the engine has not started")
         state = replace(
             self._admission,
-            waiting=self._admission.waiting + len(self._unseen),
+            arriving=tuple(self._unseen.values()),
             draining=self._draining,
         )
         return judge(
             state,
-            prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.params.max_tokens,
+            [
+                Lengths(len(request.prompt_token_ids), request.params.max_tokens)
+                for request in requests
+            ],
         )
 
     def _reject_limits(self) -> LimitsResult:

@@ -72,6 +72,7 @@ class EngineLoop:
         log.info("%s", start.memory.format())
         self._model = start.model
         self._max_waiting = config.max_num_queued_reqs
+        self._max_running = config.max_num_seqs
         self._planned_pool = start.planned_pool
         self._pool = self._commit_pool(start.memory.num_blocks)
         self._scheduler = Scheduler(self._pool, config.block_size, scheduler_limits(start.limits))
@@ -158,8 +159,15 @@ class EngineLoop:
             admitted=self._limits.admitted,
             planned_pool=self._planned_pool,
             usable_pool=self._resizer.target * self._limits.plan.block_size,
+            block_size=self._limits.plan.block_size,
+            free_blocks=self._pool.free,
+            reserved_blocks=self._scheduler.reserved_blocks,
+            running=len(self._scheduler.running),
+            max_running=self._scheduler.limits.max_num_seqs,
+            max_running_ever=self._max_running,
             waiting=len(self._scheduler.waiting),
             max_waiting=self._max_waiting,
+            next_blocks=self._scheduler.next_blocks,
             draining=False,
         )
 

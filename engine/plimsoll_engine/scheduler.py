@@ -97,6 +97,17 @@ class Scheduler:
         sequences = [*self._running, *self._waiting]
         return max((self.blocks_for(s.max_total_tokens) for s in sequences), default=0)
 
+    @property
+    def reserved_blocks(self) -> int:
+        """Left free by an admission, for the growth of those that run."""
+        return int(self.limits.watermark * self._pool.usable)
+
+    @property
+    def next_blocks(self) -> tuple[int, ...]:
+        """Blocks that the first of the waiting start with, for each running slot that is free."""
+        slots = max(0, self.limits.max_num_seqs - len(self._running))
+        return tuple(self.blocks_for(len(s.tokens)) for s in self._waiting[:slots])
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
@@ -209,7 +220,7 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.limits.max_num_seqs:
             return False
         # Alone, a request may take the last block: it fits, or it would not be here.
-        reserve = int(self.limits.watermark * self._pool.usable) if self._running else 0
+        reserve = self.reserved_blocks if self._running else 0
         return self.blocks_for(len(self._waiting[0].tokens)) + reserve <= self._pool.free
 
     def _admit_next(self) -> Sequence:

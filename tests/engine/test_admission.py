@@ -4,15 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from plimsoll_engine.admission import AdmissionState, RefusalReason, judge
+from plimsoll_engine.admission import AdmissionState, Lengths, RefusalReason, judge
 
 OPEN = AdmissionState(
     ceiling=8192,
     admitted=8192,
     planned_pool=16384,
     usable_pool=16384,
+    block_size=16,
+    free_blocks=1024,
+    reserved_blocks=10,
+    running=2,
+    max_running=2,
+    max_running_ever=2,
     waiting=0,
     max_waiting=4,
+    next_blocks=(),
     draining=False,
 )
 
@@ -29,6 +36,17 @@ OPEN = AdmissionState(
         ({"usable_pool": 1024}, 1000, 25, 429, RefusalReason.OVER_ADMITTED_LENGTH, "shrunk pool"),
         ({"waiting": 3}, 10, 10, None, None, "the last place in the queue"),
         ({"waiting": 4}, 10, 10, 429, RefusalReason.QUEUE_FULL, "no place in the queue"),
+        ({"waiting": 4, "running": 1, "next_blocks": (1,)}, 10, 10, None, None, "one starts"),
+        ({"running": 0, "arriving": (10,) * 5}, 10, 10, None, None, "two of those start"),
+        ({"running": 0, "arriving": (10,) * 6}, 10, 10, 429, RefusalReason.QUEUE_FULL, "too many"),
+        (
+            {"running": 1, "waiting": 4, "next_blocks": (1000,), "free_blocks": 1009},
+            10,
+            10,
+            429,
+            RefusalReason.QUEUE_FULL,
+            "a free slot, but no room in the pool above its reserve",
+        ),
         ({"draining": True}, 10, 10, 503, RefusalReason.DRAINING, "on the way out"),
         ({"draining": True}, 9000, 1, 400, RefusalReason.TOO_LONG, "never, not even elsewhere"),
         (
@@ -42,7 +60,7 @@ OPEN = AdmissionState(
     ],
 )
 def test_who_may_enter(
-    changes: dict[str, int],
+    changes: dict[str, object],
     prompt: int,
     output: int,
     status: int | None,
@@ -50,7 +68,7 @@ def test_who_may_enter(
     why: str,
 ) -> None:
     state = replace(OPEN, **changes)  # type: ignore[arg-type]
-    refused = judge(state, prompt_tokens=prompt, max_tokens=output)
+    refused = judge(state, [Lengths(prompt, output)])
     if refused is None:
         assert status is None, why
         return
@@ -61,7 +79,7 @@ def test_who_may_enter(
 
 
 def test_the_400_has_the_phrase_that_clients_look_for_and_both_numbers() -> None:
-    refused = judge(replace(OPEN, planned_pool=4000), prompt_tokens=3990, max_tokens=20)
+    refused = judge(replace(OPEN, planned_pool=4000), [Lengths(3990, 20)])
     assert refused is not None
     assert refused.message.startswith("This model's maximum context length is 4000 tokens.")
     assert "20 output tokens" in refused.message
@@ -70,7 +88,7 @@ def test_the_400_has_the_phrase_that_clients_look_for_and_both_numbers() -> None
 
 
 def test_the_429_never_looks_like_a_400() -> None:
-    refused = judge(replace(OPEN, admitted=100), prompt_tokens=99, max_tokens=2)
+    refused = judge(replace(OPEN, admitted=100), [Lengths(99, 2)])
     assert refused is not None
     assert "maximum context length" not in refused.message
     assert "100 tokens" in refused.message
@@ -91,5 +109,49 @@ def test_the_largest_prompt_leaves_room_for_one_token(
     state = replace(OPEN, **changes)  # type: ignore[arg-type]
     assert state.largest_prompt == largest
     if largest:
-        assert judge(state, prompt_tokens=largest, max_tokens=1) is None
-    assert judge(state, prompt_tokens=largest + 1, max_tokens=1) is not None
+        assert judge(state, [Lengths(largest, 1)]) is None
+    assert judge(state, [Lengths(largest + 1, 1)]) is not None
+
+
+IDLE = replace(OPEN, running=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "prompt", "status", "why"),
+    [
+        ({}, 6, 10, None, "two run, four wait"),
+        ({}, 7, 10, 400, "one more than ever finds a place"),
+        ({"running": 1}, 6, 10, 429, "when the one that runs has ended"),
+        ({"running": 2, "waiting": 4}, 7, 10, 400, "never, however busy"),
+        ({"draining": True}, 7, 10, 400, "never, not even elsewhere"),
+        ({"max_running": 1}, 6, 10, 429, "when the limit is raised again"),
+        ({"free_blocks": 0, "usable_pool": 32}, 6, 10, 429, "when the pool has grown again"),
+        ({"max_running": 8, "max_running_ever": 8}, 12, 10, None, "eight run"),
+        ({"max_running": 8, "max_running_ever": 8}, 6, 8000, None, "the pool has room for two"),
+        ({"max_running": 8, "max_running_ever": 8}, 7, 8000, 400, "and four wait"),
+    ],
+)
+def test_all_sequences_of_a_request_enter_or_none(
+    changes: dict[str, int], count: int, prompt: int, status: int | None, why: str
+) -> None:
+    state = replace(IDLE, **changes)  # type: ignore[arg-type]
+    refused = judge(state, [Lengths(prompt, 1)] * count)
+    assert (refused and refused.status) == status, why
+    if status == 400:
+        assert refused is not None
+        assert refused.reason is RefusalReason.TOO_MANY_SEQUENCES
+        assert f"{count} sequences" in refused.message
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 8])
+@pytest.mark.parametrize("max_waiting", [1, 2, 5])
+@pytest.mark.parametrize("prompt", [1, 100, 4000, 8000])
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_an_idle_engine_never_says_later(
+    max_running: int, max_waiting: int, prompt: int, count: int
+) -> None:
+    state = replace(
+        IDLE, max_running=max_running, max_running_ever=max_running, max_waiting=max_waiting
+    )
+    refused = judge(state, [Lengths(prompt, 1)] * count)
+    assert refused is None or refused.status == 400

@@ -284,7 +284,11 @@ def test_a_bad_value_is_named_with_what_is_allowed(
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, ["suffix"]),
         ("/v1/completions", {"prompt": "a", "logprobs": -1}, ["logprobs", ">= 0"]),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, ["logprobs", "<= 20"]),
-        ("/v1/completions", {"prompt": ["a"] * 2000}, ["prompt", "prompts in one request"]),
+        (
+            "/v1/completions",
+            {"prompt": ["a"] * 2000},
+            ["prompt", "2000", "prompts times n in one request"],
+        ),
         ("/v1/chat/completions", {}, ["messages", "missing"]),
         ("/v1/chat/completions", {"messages": []}, ["messages", ">= 1"]),
         ("/v1/chat/completions", {"messages": "hi"}, ["messages", "array"]),
@@ -504,6 +508,28 @@ def test_the_last_length_that_fits_is_served(server: ApiServer) -> None:
     assert server.complete(prompt=[1] * 2047, max_tokens=1)
     # Nobody asked for more than there is: what fits is made.
     assert server.complete(prompt=[1] * 2045)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 8}, 8),
+        ("/v1/completions", {"prompt": ["a"] * 4}, 4),
+        ("/v1/completions", {"prompt": ["a"] * 3, "n": 2}, 6),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 10}, 10),
+    ],
+)
+def test_an_idle_engine_takes_what_it_has_room_for(
+    path: str, body: dict[str, Any], sequences: int
+) -> None:
+    with api_server(max_num_seqs=8, max_num_queued_reqs=2) as server:
+        for _ in range(5):
+            response = server.post(path, model="m", max_tokens=2, **body)
+            assert response.status_code == 200, response.text
+            assert len(response.json()["choices"]) == sequences
+        for named, more in (("messages", {"messages": CHAT}), ("prompt", {"prompt": "a"})):
+            at = "/v1/chat/completions" if named == "messages" else "/v1/completions"
+            assert_refused(server, at, {"max_tokens": 2, "n": 11} | more, "11")
 
 
 def test_a_full_queue_is_429_with_retry_after() -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from plimsoll_engine.admission import judge
+from plimsoll_engine.admission import Lengths, judge
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.executor import AllocationFailure, StepBatch
 from plimsoll_engine.limits import Limits, LimitsOutcome
@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, sizes: list[tuple[int, int, int]]) -> None:
         for prompt, output, priority in sizes:
             state = self.harness.loop.admission_state()
-            refused = judge(state, prompt_tokens=prompt, max_tokens=output)
+            refused = judge(state, [Lengths(prompt, output)])
             if refused is not None:
                 assert refused.status in (400, 429)
                 assert prompt + output > min(CEILING, state.admitted, state.usable_pool)

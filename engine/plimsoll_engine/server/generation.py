@@ -27,7 +27,7 @@ from plimsoll_engine.server.errors import ApiError, refused
 class Core(Protocol):
     """The part of EngineCore that a generation needs."""
 
-    def submit(self, request: Request, sink: Sink) -> None: ...
+    def submit_all(self, requests: Sequence[tuple[Request, Sink]]) -> None: ...
 
     def abort(self, request_id: str, reason: FinishReason = ...) -> None: ...
 
@@ -122,12 +122,10 @@ class Generation:
         ]
 
     async def __aenter__(self) -> Self:
-        """Raises ApiError when the core refuses one of the sequences; then none is left there."""
+        """Raises ApiError when the core refuses the sequences; it takes all or none."""
         try:
-            for choice in self._choices:
-                self._core.submit(choice.request, self._sink(choice))
+            self._core.submit_all([(each.request, self._sink(each)) for each in self._choices])
         except Refused as refusal:
-            self._abort_unfinished()
             raise refused(refusal) from None
         return self
 

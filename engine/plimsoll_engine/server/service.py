@@ -193,9 +193,14 @@ class Service:
         given = read_prompts(
             request.prompt, vocab_size=self.model.vocab_size, ceiling=self.model.ceiling
         )
-        most = self._max_sequences // (request.n or 1)
-        if len(given) > most:
-            raise invalid_value("prompt", len(given), f"at most {most} prompts in one request")
+        n = request.n or 1
+        if len(given) * n > self._max_sequences:
+            raise invalid_value(
+                "n" if len(given) == 1 else "prompt",
+                n if len(given) == 1 else len(given),
+                f"at most {self._max_sequences} prompts times n in one request (this one has "
+                f"{len(given)} times {n})",
+            )
         prompts = []
         for each in given:
             if isinstance(each, str):
