@@ -46,10 +46,18 @@ def parse_arguments(
     return parser.parse_args(arguments)
 
 
+def quiet() -> None:
+    """Leaves the log to what was decided (report.py) and to what goes wrong: kopf would add a line
+    for every watch event, aiohttp one for every probe."""
+    for name in ("kopf.objects", "aiohttp.access"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments, os.environ)
     kopf.configure(verbose=options.verbose)
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    if not options.verbose:
+        quiet()
     kopf.run(
         memo=Controller(Options(engine_image=options.engine_image)),
         # Never the shared peering object, whatever the cluster holds (see handlers.start).

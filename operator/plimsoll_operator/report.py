@@ -6,6 +6,7 @@ nothing has happened, and what the next pass must know of the last write.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from plimsoll_operator.desired.status import build_failed_status, is_due, with_e
 from plimsoll_operator.observed import Json, read_status
 from plimsoll_operator.tuning.values import Event
 from plimsoll_operator.workers import Key
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ async def report(
         last = Reported(status, answered)
         events = (*events, *build_events(read_status(resource), status))
     for event in events:
+        # The same in the operator's log, for who has no cluster at hand: decisions, failures, changes.
+        level = logging.WARNING if event.warning else logging.INFO
+        metadata = resource["metadata"]
+        where = (metadata["namespace"], metadata["name"])
+        logger.log(level, "%s/%s: %s: %s", *where, event.reason, event.message)
         await record_event(cluster, resource, event, now)
     return last
 
