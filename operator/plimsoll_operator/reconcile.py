@@ -202,7 +202,9 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    return Passed(Carried(decision.state, kept, missing_since, reported), deployment.scrape_interval)
+    return Passed(
+        Carried(decision.state, kept, missing_since, reported), deployment.scrape_interval
+    )
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:
