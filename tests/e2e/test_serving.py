@@ -149,9 +149,7 @@ def test_what_cannot_work_stalls_with_the_figure_that_would(serving: Serving) ->
 
 def test_an_invalid_resource_is_refused_by_the_api_server(serving: Serving) -> None:
     said = serving.refuse(serving.build("bad", engine={"gpuMemoryUtilization": 1.5}))
-    assert "spec.engine.gpuMemoryUtilization" in said
-    assert "1.5" in said
-    assert "less than or equal to 1" in said
+    assert "spec.engine.gpuMemoryUtilization is 1.5; allowed: from 0.05 to 1" in said
     said = serving.refuse(serving.build("bad", model={"uri": "s3://bucket/model"}))
     assert "spec.model.uri is s3://bucket/model; allowed: hf://org/name" in said
 
