@@ -216,21 +216,23 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         self.directory.mkdir(parents=True)
         (self.directory / IMAGES).write_text(json.dumps(images, indent=2))
-        # What runs is recorded, or it could not be ended.
-        with interrupts_deferred(), (self.directory / SUPERVISOR_LOG).open("wb") as output:
-            supervisor = subprocess.Popen(
-                [
-                    sys.executable, "-m", "plimsoll_local.supervisor",
-                    "--state", str(self.directory),
-                ],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=tied_to(os.getpid()) if tied else None,  # noqa: PLW1509 - one system call
-            )  # fmt: skip
-            (self.directory / SUPERVISOR_RECORD).write_text(
-                json.dumps({"pid": supervisor.pid, "started": _start_time(supervisor.pid)})
-            )
+        supervisor = None
         try:
+            # What runs is recorded, or it could not be ended. A Ctrl-C that was put off is raised at
+            # the end of the block, so the block is part of what is cleaned up after.
+            with interrupts_deferred(), (self.directory / SUPERVISOR_LOG).open("wb") as output:
+                supervisor = subprocess.Popen(
+                    [
+                        sys.executable, "-m", "plimsoll_local.supervisor",
+                        "--state", str(self.directory),
+                    ],
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=tied_to(os.getpid()) if tied else None,  # noqa: PLW1509 - one system call
+                )  # fmt: skip
+                (self.directory / SUPERVISOR_RECORD).write_text(
+                    json.dumps({"pid": supervisor.pid, "started": _start_time(supervisor.pid)})
+                )
             self._wait_ready(supervisor, report)
         except BaseException as error:
             if isinstance(error, Exception):
