@@ -87,7 +87,7 @@ VOCABULARY = 12
     # One token at least is allowed.
     forbidden=st.sets(st.integers(0, VOCABULARY - 1), max_size=VOCABULARY - 1),
     temperature=EXTREMES,
-    repetition_penalty=EXTREMES,
+    repetition_penalty=st.sampled_from([0.01, 0.5, 1.0, 2.0, 100.0]),
     top_p=st.sampled_from([1.0, 0.5, 1e-300]),
     top_k=st.sampled_from([None, 1, 5, VOCABULARY]),
     min_p=st.sampled_from([0.0, 0.5, 1.0]),
