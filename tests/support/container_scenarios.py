@@ -27,6 +27,10 @@ Json = dict[str, Any]
 MEBIBYTE = 1 << 20
 
 
+# A checkout below /tmp has its environment there, where a container has a folder of its own.
+INTERPRETER = (sys.prefix, sys.base_prefix)
+
+
 def run_scenario(name: str, directory: Path) -> Json:
     """Runs one scenario in namespaces of its own; fails with its output if it fails."""
     result = subprocess.run(
@@ -57,6 +61,7 @@ def build_spec(directory: Path, *argv: str, **fields: Any) -> ContainerSpec:
         scratch=str(home / "scratch"),
         log_file=str(home / "log"),
         hidden=(str(directory),),
+        readable=INTERPRETER,
     )
     return replace(spec, **fields)
 
@@ -185,7 +190,7 @@ open("/dev/termination-log", "w").write("the end")
             BindMount(volume, "/not/on/this/machine/nested", read_only=True),
         ),
         writable=(str(directory / "visible"),),
-        readable=(str(directory / "shown"),),
+        readable=(*INTERPRETER, str(directory / "shown")),
     )
     ended = await run_to_end(spec)
     return {
