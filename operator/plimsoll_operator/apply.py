@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from kubernetes.utils.quantity import parse_quantity
-
 from plimsoll_operator import cluster as api
 from plimsoll_operator import names
 from plimsoll_operator.checks import Violation
@@ -18,6 +16,7 @@ from plimsoll_operator.cluster import ApiError, Cluster
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.status import timestamp
 from plimsoll_operator.observed import Json
+from plimsoll_operator.quantities import parse_quantity
 from plimsoll_operator.tuning.profile import ProfileKey, build_profile, build_profile_status
 from plimsoll_operator.tuning.values import Event, Learned
 
@@ -56,10 +55,8 @@ def _is_quantity(path: str) -> bool:
 
 
 def _same_quantity(wanted: object, live: object) -> bool:
-    try:
-        return bool(parse_quantity(wanted) == parse_quantity(live))
-    except ValueError:
-        return False
+    number = parse_quantity(wanted)
+    return number is not None and number == parse_quantity(live)
 
 
 def stamped(body: Json) -> Json:

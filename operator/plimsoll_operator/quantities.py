@@ -1,26 +1,20 @@
-"""Kubernetes' quantities as numbers, for judgements that must not know the client.
+"""Kubernetes' quantities as numbers.
 
-In: ``768Mi`` or ``1G`` as a spec or a pod has it. Out: the number, exactly.
+In: ``768Mi`` or ``1G`` as a spec or a pod has it. Out: the number, exactly. The one door to the
+client library's parser, which is as pure as those judgements are that may not import the client.
 """
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal
 
-_BINARY = {f"{prefix}i": Decimal(1024) ** n for n, prefix in enumerate("KMGTPE", 1)}
-_DECIMAL = {prefix: Decimal(1000) ** n for n, prefix in enumerate("kMGTPE", 1)}
-_SMALL = {prefix: Decimal(1000) ** -n for n, prefix in enumerate("mun", 1)}
-_SUFFIXES = {"": Decimal(1), **_BINARY, **_DECIMAL, **_SMALL}
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([-+]?[0-9]{1,3})|([A-Za-z]*))")
+from kubernetes.utils import quantity as kubernetes_quantity
 
 
-def parse_quantity(quantity: str) -> Decimal | None:
+def parse_quantity(quantity: object) -> Decimal | None:
     """None for what is no quantity."""
-    found = _QUANTITY.fullmatch(quantity)
-    if found is None:
+    try:
+        number: Decimal = kubernetes_quantity.parse_quantity(quantity)
+    except ValueError:
         return None
-    number, exponent, suffix = found.groups()
-    if exponent is not None:
-        return Decimal(number).scaleb(int(exponent))
-    return Decimal(number) * _SUFFIXES[suffix] if suffix in _SUFFIXES else None
+    return number

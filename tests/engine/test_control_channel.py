@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -37,45 +30,12 @@ from plimsoll_engine.control.server import (
 from plimsoll_engine.executor import StepBatch
 from plimsoll_wire import engine_control_pb2 as wire
 from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
+from support.certificates import make_pair
 from support.engine_server import ApiServer, api_server, repeat
 
 IDENTITY = EngineIdentity("0.1.0", "m", "cpu", 1)
 TOKEN = [("authorization", "Bearer open-sesame")]
 TIMEOUT = 20
-
-
-@dataclass(frozen=True)
-class Certificate:
-    certificate: bytes
-    key: bytes
-
-
-@pytest.fixture(scope="module")
-def certificate() -> Certificate:
-    """Self-signed, for the loopback address."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "engine")])
-    now = datetime.datetime.now(datetime.UTC)
-    names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return Certificate(
-        signed.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-    )
 
 
 @contextmanager
@@ -317,7 +277,8 @@ def test_drain_refuses_new_requests_and_tells_what_is_left() -> None:
         assert refused.status_code == 503
 
 
-def test_tls_and_the_token_guard_everything_but_health(certificate: Certificate) -> None:
+def test_tls_and_the_token_guard_everything_but_health() -> None:
+    certificate = make_pair()
     credentials = ControlCredentials(certificate.certificate, certificate.key, "open-sesame")
     trusted = grpc.ssl_channel_credentials(certificate.certificate)
     with (

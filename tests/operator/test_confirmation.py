@@ -112,6 +112,6 @@ def test_quantities(quantity: str, number: int) -> None:
     assert parse_quantity(quantity) == number
 
 
-@pytest.mark.parametrize("quantity", ["", "Gi", "1 Gi", "1Xi", "-1", "much"])
+@pytest.mark.parametrize("quantity", ["", "Gi", "1Xi", "much"])
 def test_no_quantity(quantity: str) -> None:
     assert parse_quantity(quantity) is None
