@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from plimsoll_local.binaries import Binaries, ensure_binaries
-from plimsoll_local.controlplane import ControlPlane
+from plimsoll_local.controlplane import Component, ControlPlane
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.spec import Deployment
 from support.apiserver import ApiServer, OperatorProcess, until
@@ -232,12 +232,20 @@ def deployment() -> Deployment:
 
 
 @pytest.fixture
+def control_plane(binaries: Binaries, tmp_path: Path) -> Iterator[ControlPlane]:
+    """One of its own, without definitions: to take them from one with objects can last minutes."""
+    folder = tmp_path / "control-plane"
+    folder.mkdir()
+    with ControlPlane(folder, binaries, frozenset({Component.CONTROLLER_MANAGER})) as plane:
+        yield plane
+
+
+@pytest.fixture
 def installed(
     binaries: Binaries, control_plane: ControlPlane, server: ApiServer, tmp_path: Path
 ) -> Iterator[Helm]:
-    """The chart in the test's namespace, definitions included; those stay for later tests."""
+    """The chart in the test's namespace, definitions included."""
     helm = Helm(binaries, tmp_path, control_plane.kubeconfig)
-    helm.kubectl("delete", "crd", *CRD_NAMES)
     override = f"--set=fullnameOverride={server.namespace}"
     helm("install", "plimsoll", str(CHART), "--namespace", server.namespace, override)
     helm.kubectl("wait", "--for=condition=Established", *(f"crd/{name}" for name in CRD_NAMES))
