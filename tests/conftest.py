@@ -5,6 +5,7 @@ is costly to make.
 """
 
 import os
+import signal
 
 import pytest
 
@@ -14,6 +15,10 @@ __all__ = ["local_cluster", "local_namespace"]
 
 # Waiting OpenMP threads would take the cores from the other processes. Children inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell lets what it starts in the background ignore Ctrl-C, and children inherit that; some tests
+# are of Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, in the order in which they are begun.
 FIRST = (

@@ -111,11 +111,8 @@ def test_a_tied_cluster_ends_with_the_process_that_started_it() -> None:
 
 
 UP = """
-import signal
 import sys
 from plimsoll_local.cluster import Cluster
-# A test process beside others ignores Ctrl-C, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 Cluster.up(sys.argv[1])
 """
 

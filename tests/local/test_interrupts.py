@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,6 @@ import pytest
 from plimsoll_local.cluster import Cluster
 from plimsoll_local.demo import steps
 from plimsoll_local.interrupts import interrupts_deferred
-
-
-@pytest.fixture(autouse=True)
-def listening() -> Iterator[None]:
-    """A test process beside others is told to ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupt(*_: object, **__: object) -> None:
