@@ -165,7 +165,8 @@ class EngineCore:
         try:
             loop = EngineLoop(self._config, self._executor, self._observer, self._clock)
         except Exception as error:
-            log.exception("the engine could not start")
+            # An EngineFailure says it all; a traceback would only hide it.
+            log.error("the engine could not start: %s", error, exc_info=not _is_told(error))
             self._shutdown_executor()
             started.set_exception(_as_failure(error, Phase.LOAD))
             return
@@ -311,6 +312,10 @@ class EngineCore:
 
 def _final(request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
     return RequestOutput(request.request_id, finish_reason=reason, error=error)
+
+
+def _is_told(error: Exception) -> bool:
+    return isinstance(error, EngineFailure) and error.failure_class is not FailureClass.ENGINE_DEAD
 
 
 def _as_failure(error: Exception, phase: Phase) -> EngineFailure:

@@ -64,9 +64,20 @@ def _memory_cgroups(root: Path) -> Iterable[tuple[Path, str]]:
 
 def memory_limit(*configured: int | None) -> int:
     """Bytes this container may use: the smallest of its cgroup's limit, the machine's memory and
-    the ``configured`` ones (--device-memory, PLIMSOLL_MEMORY_LIMIT from the downward API)."""
-    candidates = (machine_bytes(), cgroup_limit(), *configured)
-    return min(value for value in candidates if value is not None)
+    the ``configured`` ones (--device-memory, PLIMSOLL_MEMORY_LIMIT from the downward API).
+
+    Without any limit the machine is shared with whatever else runs on it: then it is what this
+    process has and what others leave, or the machine would run out while the pool is committed.
+    """
+    limits = [value for value in (cgroup_limit(), *configured) if value is not None]
+    if limits:
+        return min(machine_bytes(), *limits)
+    return min(machine_bytes(), used_bytes() + available_bytes())
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """MemAvailable: what can be had without swapping."""
+    return _field((root / "proc/meminfo").read_bytes(), b"MemAvailable:")
 
 
 def used_bytes() -> int:

@@ -100,16 +100,16 @@ def format_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def check_length(model: ModelLimits, max_model_len: int | None) -> None:
+def check_length(model_max_len: int, max_model_len: int | None) -> None:
     """Raises EngineFailure when the length asked for is beyond the model's positions."""
-    if max_model_len is not None and max_model_len > model.max_model_len:
+    if max_model_len is not None and max_model_len > model_max_len:
         raise EngineFailure(
             FailureClass.INVALID_CONFIGURATION,
             Phase.LOAD,
             f"--max-model-len: User-specified max_model_len ({max_model_len}) is greater than the "
-            f"derived max_model_len ({model.max_model_len}) of this model; expected at most that",
-            figures={"max_model_len": max_model_len, "model_max_len": model.max_model_len},
-            suggestion={"flag": "--max-model-len", "value": model.max_model_len},
+            f"derived max_model_len ({model_max_len}) of this model; expected at most that",
+            figures={"max_model_len": max_model_len, "model_max_len": model_max_len},
+            suggestion={"flag": "--max-model-len", "value": model_max_len},
         )
 
 

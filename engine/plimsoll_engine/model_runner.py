@@ -26,6 +26,7 @@ from plimsoll_engine.executor import (
     TokenLogprob,
 )
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
+from plimsoll_engine.memory import check_length
 from plimsoll_engine.memory_estimate import check_weights_fit
 from plimsoll_engine.models.config import DTYPES, ModelConfig, load_model_config
 from plimsoll_engine.models.decoder import Decoder
@@ -74,7 +75,7 @@ class ModelRunner:
         source = resolve_model(config.model, config.revision)
         model = load_model_config(source)
         check_size(model.num_heads, model.num_kv_heads, size)
-        _check_length(config.max_model_len, model.max_model_len)
+        check_length(model.max_model_len, config.max_model_len)
         dtype = self._dtype(model)
         use = self._device.use()
         check_weights_fit(config, model, dtype, self._kind, size, total=use.total, used=use.used)
@@ -334,17 +335,6 @@ def _sampled(
         logprobs=logprobs.get(chunk.request_id, ()),
         prompt_logprobs=tuple(prompt_logprobs.get(chunk.request_id, ())),
     )
-
-
-def _check_length(wanted: int | None, longest: int) -> None:
-    if wanted is not None and wanted > longest:
-        raise EngineFailure(
-            FailureClass.INVALID_CONFIGURATION,
-            Phase.CONFIGURATION,
-            f"--max-model-len {wanted}: the model has positions for {longest} tokens",
-            {"max_model_len": wanted, "model_max_model_len": longest},
-            {"flag": "--max-model-len", "value": longest},
-        )
 
 
 def _step_does_not_fit(tokens: int, needed: int, rest: int, total: int) -> EngineFailure:

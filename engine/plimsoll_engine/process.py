@@ -116,8 +116,10 @@ def _hold_control_port(config: EngineConfig) -> socket.socket | None:
 
 
 def _load_tokenizer(config: EngineConfig) -> ModelTokenizer:
+    from plimsoll_engine.models.preview import check_settings
     from plimsoll_engine.models.tokenizer import load_tokenizer
 
+    check_settings(config)
     return load_tokenizer(config)
 
 

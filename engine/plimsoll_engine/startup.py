@@ -40,7 +40,7 @@ class StartPlan:
 def plan_start(config: EngineConfig, executor: Executor) -> StartPlan:
     """Loads the weights, measures, plans. Raises EngineFailure."""
     model = executor.load()
-    check_length(model, config.max_model_len)
+    check_length(model.max_model_len, config.max_model_len)
     figures = _profile(config, executor, model)
     free = executor.memory(reset_low_water=True).free
     revision, left = _read_limits(config)

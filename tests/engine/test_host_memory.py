@@ -48,10 +48,29 @@ def test_cgroup_limit(
 
 
 def test_smallest_limit_wins() -> None:
-    machine = host_memory.memory_limit()
-    assert 0 < machine <= host_memory.machine_bytes()
+    machine = host_memory.machine_bytes()
+    assert 0 < host_memory.memory_limit() <= machine
     assert host_memory.memory_limit(None, 300 * MIB, 200 * MIB) == 200 * MIB
     assert host_memory.memory_limit(machine * 2) == machine
+
+
+def test_without_a_limit_what_others_use_is_not_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "cgroup_limit", lambda: None)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "used_bytes", lambda: 50 * MIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 300 * MIB)
+    assert host_memory.memory_limit(None, None) == 350 * MIB
+    # A limit is a promise of whoever set it.
+    assert host_memory.memory_limit(None, 600 * MIB) == 600 * MIB
+
+
+def test_available_memory_is_the_kernels_figure(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, "", {})
+    (root / "proc/meminfo").write_text("MemTotal:   900 kB\nMemAvailable:   300 kB\n")
+    assert host_memory.available_bytes(root) == 300 * 1024
+    assert 0 < host_memory.available_bytes() <= host_memory.machine_bytes()
 
 
 def test_mapped_files_do_not_count_as_use(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from plimsoll_engine.executor import DeviceMemory, MemoryFigures, ModelLimits
+from plimsoll_engine.executor import DeviceMemory, MemoryFigures
 from plimsoll_engine.memory import (
     MemoryPlan,
     build_plan,
@@ -184,14 +184,13 @@ def test_the_table_names_every_class_and_what_it_holds() -> None:
 
 def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers() -> None:
     """Case B18, first and third: the model's limit has its rope scaling in it already."""
-    model = ModelLimits(1000, 2048, 2, 4, 2, 64, "float32")
     with pytest.raises(EngineFailure, match=r"8192.*2048") as caught:
-        check_length(model, 8192)
+        check_length(2048, 8192)
     assert caught.value.failure_class is FailureClass.INVALID_CONFIGURATION
     assert caught.value.exit_status == 2
     assert caught.value.suggestion == {"flag": "--max-model-len", "value": 2048}
-    check_length(model, 2048)
-    check_length(model, None)
+    check_length(2048, 2048)
+    check_length(2048, None)
 
 
 @pytest.mark.parametrize(

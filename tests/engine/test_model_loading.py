@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def model(saved: Path, tmp_path: Path) -> Path:
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_key(folder: Path, key: str, value: object) -> None:
+    change_config(folder, **{key: value})
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
 
 
 def load(model: Path | str, **settings: Any) -> ModelRunner:
@@ -99,6 +109,36 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "rope_type dynamic is not supported; supported: default, linear, llama3, yarn",
     ),
+    **{
+        f"index names {names!r}": (
+            partial(write_index, weight_map=names),
+            "model.safetensors.index.json",
+        )
+        for names in ({"a": 5}, {"a": [1], "b": "c"}, ["a"], 7)
+    },
+    **{
+        f"{key} is {value!r}": (
+            partial(change_key, key=key, value=value),
+            key,
+        )
+        for key in (
+            "num_key_value_heads",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "max_position_embeddings",
+            "head_dim",
+        )
+        for value in (0, -1, "x", 1.5)
+    },
+    **{
+        f"rope_theta is {value!r}": (
+            partial(change_config, rope_parameters={"rope_type": "default", "rope_theta": value}),
+            "rope",
+        )
+        for value in ("x", None, [1])
+    },
     "shard missing": (
         lambda folder: (folder / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"model.norm.weight": "model-00001.safetensors"}})

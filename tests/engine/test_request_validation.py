@@ -564,3 +564,10 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
         assert metrics["vllm:num_requests_running"] == 1
         assert metrics["vllm:num_requests_waiting"] == 1
         gate.set()
+
+
+@pytest.mark.parametrize("value", [1e400, float("nan"), 10**400, -(10**400)])
+def test_a_default_beyond_all_numbers_is_passed_over(value: float) -> None:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = dict.fromkeys(names, value)
+    assert read_defaults(given, frozenset(), 1000) == SamplingDefaults()

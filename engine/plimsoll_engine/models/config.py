@@ -8,6 +8,7 @@ numbers are the same as there. This module reads no weights and knows no device.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from plimsoll_engine.models.source import ModelSource, load_failure
+from plimsoll_engine.models.source import ModelSource, load_failure, read_json
 from plimsoll_engine.parallel.shard import Shard, divide
 
 # model_type of the configuration -> architecture.
@@ -28,6 +29,18 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # With these, max_position_embeddings already is the extended length.
 _ROPE_TYPES_WITH_OWN_LENGTH = ("default", "llama3")
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "head_dim",
+    "sliding_window",
+)
+_MAX_COUNT = 2**31 - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,6 +84,8 @@ class ModelConfig:
 def load_model_config(source: ModelSource) -> ModelConfig:
     """Raises EngineFailure ModelLoadFailed for a file that cannot be read or a model that is not
     supported."""
+    # Before transformers, which divides by some of them.
+    _check_counts(read_json(source, "config.json"))
     try:
         hf_config = AutoConfig.from_pretrained(
             source.folder, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
@@ -87,6 +102,14 @@ def load_model_config(source: ModelSource) -> ModelConfig:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _check_counts(settings: Mapping[str, object]) -> None:
+    """What is not set has a default of transformers'."""
+    for key in _COUNTS:
+        value = settings.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= _MAX_COUNT):
+            _refuse(key, repr(value), f"a whole number from 1 to {_MAX_COUNT}")
 
 
 def _refuse(what: str, value: object, allowed: object) -> None:
@@ -109,11 +132,23 @@ def _convert(hf_config: Any) -> ModelConfig:
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         _refuse("rope_type", rope["rope_type"], ", ".join(ROPE_TYPES))
+    _check_counts(vars(hf_config))
+    for key, value in rope.items():
+        # Factors may be lists (per dimension) in kinds of scaling that are refused above.
+        if key != "rope_type" and isinstance(value, str):
+            _refuse(key, repr(value), "a number")
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:
         _refuse("number of attention heads", heads, f"multiples of its {kv_heads} KV heads")
 
-    inverse_frequencies, rope_factor = _rotary_frequencies(hf_config)
+    try:
+        inverse_frequencies, rope_factor = _rotary_frequencies(hf_config)
+        max_model_len = _max_model_len(hf_config)
+    # transformers' functions take what is there for granted (KeyError, TypeError, ValueError...).
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise load_failure(
+            f"the model's rope_parameters {rope} cannot be used: {type(error).__name__}: {error}"
+        ) from error
     attention_bias = bool(getattr(hf_config, "attention_bias", False))
     dtype = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
     return ModelConfig(
@@ -131,7 +166,7 @@ def _convert(hf_config: Any) -> ModelConfig:
         output_bias=attention_bias,
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
         qk_norm=model_type == "qwen3",
-        max_model_len=_max_model_len(hf_config),
+        max_model_len=max_model_len,
         inverse_frequencies=tuple(inverse_frequencies.tolist()),
         rope_factor=rope_factor,
         stored_dtype=dtype if dtype in DTYPES else "float32",

@@ -8,12 +8,14 @@ reached is tried for about two minutes, a name that the hub refuses only once; t
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from huggingface_hub import snapshot_download
@@ -153,3 +155,15 @@ def hub_trouble(error: BaseException) -> HubTrouble | None:
         return HubTrouble.REFUSED
     is_connection = isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError)
     return HubTrouble.UNREACHABLE if is_connection else None
+
+
+def read_json(source: ModelSource, name: str) -> dict[str, Any]:
+    """Empty when there is no such file; a GGUF file's neighbours are not its own."""
+    path: Path = source.folder / name
+    if source.gguf_file is not None or not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise load_failure(f"{path} cannot be read as JSON: {error}") from error
+    return document if isinstance(document, dict) else {}

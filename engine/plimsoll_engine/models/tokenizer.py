@@ -6,13 +6,11 @@ transformers'; chat templates are applied by it. This module knows neither reque
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll_engine.config import EngineConfig
-from plimsoll_engine.models.source import ModelSource, load_failure, resolve_model
+from plimsoll_engine.models.source import ModelSource, load_failure, read_json, resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +43,10 @@ def load_tokenizer(config: EngineConfig) -> ModelTokenizer:
         where = source.gguf_path or source.folder
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise load_failure(f"the tokenizer in {where} cannot be loaded: {lines[0]}") from error
-    generation = _read_json(source, "generation_config.json")
+    generation = read_json(source, "generation_config.json")
     ends = {tokenizer.eos_token_id}
-    for document in (generation, _read_json(source, "config.json")):
-        value = document.get("eos_token_id")
-        ends |= set(value) if isinstance(value, list) else {value}
+    for document in (generation, read_json(source, "config.json")):
+        ends |= _end_ids(document, source)
     return ModelTokenizer(
         tokenizer=tokenizer,
         eos_token_ids=frozenset(end for end in ends if end is not None),
@@ -62,13 +59,10 @@ def load_tokenizer(config: EngineConfig) -> ModelTokenizer:
     )
 
 
-def _read_json(source: ModelSource, name: str) -> dict[str, Any]:
-    """Empty when there is no such file; a GGUF file's neighbours are not its own."""
-    path: Path = source.folder / name
-    if source.gguf_file is not None or not path.is_file():
-        return {}
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise load_failure(f"{path} is not JSON: {error}") from error
-    return document if isinstance(document, dict) else {}
+def _end_ids(document: dict[str, Any], source: ModelSource) -> set[int]:
+    value = document.get("eos_token_id")
+    ends = value if isinstance(value, list) else [value]
+    for end in ends:
+        if end is not None and type(end) is not int:
+            raise load_failure(f"{source.folder}: eos_token_id {value!r} is no token id or list")
+    return {end for end in ends if end is not None}

@@ -63,9 +63,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            files = list(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise load_failure(f"{index} is not a safetensors index: {error!r}") from error
+        for file in files:
+            if not isinstance(file, str):
+                raise load_failure(f"{index}: weight_map names {file!r}, which is no file name")
+        names = sorted(set(files))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise load_failure(f"{folder} lacks {missing[0]}, which its index names")

@@ -48,7 +48,7 @@ def read_defaults(
     allowed = {
         "temperature": lambda value: 0 <= value <= MAX_TEMPERATURE,
         "top_p": lambda value: 0 < value <= 1,
-        "top_k": lambda value: value >= 1 and value == int(value),
+        "top_k": lambda value: 1 <= value < 1 << 31 and value == int(value),
         "min_p": lambda value: 0 <= value <= 1,
         "repetition_penalty": lambda value: (
             MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY
