@@ -1,13 +1,15 @@
 """Writes what differs, and nothing else: children, status and Events.
 
-In: wanted objects and what was observed. Out: requests to the API server. Every write is a
-server-side apply by one field manager. A pass over a settled deployment makes no request here.
+In: wanted objects and what was observed. Out: requests to the API server. Every value is written
+by a server-side apply of one field manager. A pass over a settled deployment makes no request here.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator import names
@@ -16,18 +18,43 @@ from plimsoll_operator.cluster import ApiError, Cluster
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.status import timestamp
 from plimsoll_operator.observed import Json
+from plimsoll_operator.ownership import foreign_fields, is_owned, seized
 from plimsoll_operator.quantities import parse_quantity
 from plimsoll_operator.tuning.profile import ProfileKey, build_profile, build_profile_status
 from plimsoll_operator.tuning.values import Event, Learned
 
+logger = logging.getLogger(__name__)
+
 # Where the API server rewrites a quantity into its canonical form.
-_QUANTITIES = frozenset({"limits", "requests"})
+_QUANTITIES = frozenset({"limits", "requests", "divisor", "sizeLimit"})
+
+# An apply that changed nothing would change nothing again, unless a webhook has been mended.
+FRUITLESS_SECONDS = 600.0
+
+ChildKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Fruitless:
+    """An apply that left the object as it was: ``attempt`` names what was applied onto what."""
+
+    attempt: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one pass over the children brought: what the server refused as it is, and what it
+    accepted without doing it; the latter is handed to the next pass."""
+
+    refusals: tuple[Violation, ...] = ()
+    fruitless: Mapping[ChildKey, Fruitless] = field(default_factory=dict)
 
 
 def difference(wanted: object, live: object, path: str = "") -> str | None:
     """The first field of ``wanted`` that ``live`` has otherwise, as ``path: live -> wanted``;
-    None when there is none. Fields that only ``live`` has (the server's defaults, other owners')
-    do not count."""
+    None when there is none. Fields that only ``live`` has do not count: most are the server's
+    defaults, and drift() knows the others by their owner."""
     if isinstance(wanted, dict) and isinstance(live, dict):
         for key, value in wanted.items():
             inner = f"{path}.{key}" if path else key
@@ -66,32 +93,75 @@ def stamped(body: Json) -> Json:
     return {**body, "metadata": {**metadata, "annotations": annotations}}
 
 
-def is_applied(body: Json, live: Json | None) -> bool:
-    """True when the cluster has this object as it is wanted."""
-    return live is not None and difference(stamped(body), live) is None
+def drift(wanted: Json, live: Json) -> str | None:
+    """Why ``live`` is not as it is wanted, stamp and all; None when it is."""
+    if foreign := foreign_fields(live):
+        return f"set by somebody else: {json.dumps(foreign)}"
+    if not is_owned(live):
+        return "its managedFields do not say what was applied"
+    return difference(wanted, live)
 
 
 async def apply_children(
     cluster: Cluster,
-    wanted: Mapping[tuple[str, str], Json | None],
-    live: Mapping[tuple[str, str], Json | None],
-) -> tuple[Violation, ...]:
-    """In the order of ``wanted``; None means that the child must not exist. What the server
-    refuses as it is comes back; any other error is raised and the pass is tried again."""
-    refusals = []
-    for (kind, name), body in wanted.items():
-        present = live.get((kind, name))
+    wanted: Mapping[ChildKey, Json | None],
+    live: Mapping[ChildKey, Json | None],
+    fruitless: Mapping[ChildKey, Fruitless],
+    now: float,
+) -> Applied:
+    """In the order of ``wanted``; None means that the child must not exist. An error that is no
+    refusal is raised and the pass is tried again."""
+    refusals, futile = [], {}
+    for key, body in wanted.items():
+        present = live.get(key)
         if body is None:
             if present is not None:
                 await cluster.delete_child(present)
-        elif not is_applied(body, present):
-            try:
-                await cluster.apply(stamped(body))
-            except ApiError as error:
-                if not error.refused:
-                    raise
-                refusals.append(Violation("Refused", f"{kind} {name}: {error}"))
-    return tuple(refusals)
+            continue
+        try:
+            outcome = await _apply_child(cluster, stamped(body), present, fruitless.get(key), now)
+        except ApiError as error:
+            if not error.refused:
+                raise
+            refusals.append(Violation("Refused", f"{' '.join(key)}: {error}"))
+        else:
+            if outcome is not None:
+                futile[key] = outcome
+    return Applied(tuple(refusals), futile)
+
+
+async def _apply_child(
+    cluster: Cluster, wanted: Json, live: Json | None, last: Fruitless | None, now: float
+) -> Fruitless | None:
+    """None unless the object stays otherwise than it is wanted."""
+    if live is None:
+        await cluster.apply(wanted)
+        return None
+    reason = drift(wanted, live)
+    if reason is None:
+        return None
+    attempt = _attempt(wanted, live)
+    known = last is not None and last.attempt == attempt
+    if last is not None and known and now - last.at < FRUITLESS_SECONDS:
+        return last
+    child = f"{live['kind']} {live['metadata']['namespace']}/{live['metadata']['name']}"
+    if foreign_fields(live):
+        logger.info("%s: put back what was %s", child, reason)
+        await cluster.patch_child(live, seized(live))
+    written = await cluster.apply(wanted)
+    if written["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
+        return None
+    if not known:
+        # The place alone: the values of a Secret are not for a log.
+        place = reason.partition(": ")[0]
+        logger.warning("%s: an apply is accepted and changes nothing at %s", child, place)
+    return Fruitless(attempt, now)
+
+
+def _attempt(wanted: Json, live: Json) -> str:
+    """Without the live metadata and status, which move by themselves."""
+    onto = {part: live.get(part) for part in wanted if part != "metadata"}
+    return fingerprint({"wanted": wanted, "onto": onto})
 
 
 async def apply_status(cluster: Cluster, resource: Json, status: Json) -> Json:

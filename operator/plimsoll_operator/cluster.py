@@ -112,6 +112,17 @@ class Cluster:
             content_type="application/apply-patch+yaml",
         )
 
+    async def patch_child(self, live: Json, patch: Json) -> Json:
+        """Merges ``patch`` into the object that ``live`` was read from."""
+        metadata = live["metadata"]
+        return await self._request(
+            "PATCH",
+            _BY_KIND[live["kind"]].path(metadata["namespace"], metadata["name"]),
+            query=[("fieldManager", names.FIELD_MANAGER)],
+            body=patch,
+            content_type="application/merge-patch+json",
+        )
+
     async def apply_status(self, resource: Resource, body: Json) -> Json:
         """Server-side apply of the status: fields that are left out are removed. Never creates."""
         metadata = body["metadata"]

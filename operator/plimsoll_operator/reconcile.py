@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from plimsoll_operator import checks, stall
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
+    Applied,
+    ChildKey,
+    Fruitless,
     apply_children,
     apply_profile,
     difference,
@@ -57,12 +60,14 @@ INVALID_INTERVAL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Carried:
-    """May be lost at any time: the tuner's state is in status too, the answers come again."""
+    """May be lost at any time: the tuner's state is in status too, the answers come again, and an
+    apply that changed nothing is only repeated."""
 
     state: TuningState
     outcomes: Mapping[str, LimitsOutcome] = field(default_factory=dict)
     missing_since: float | None = None
     reported: Reported | None = None
+    fruitless: Mapping[ChildKey, Fruitless] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,13 +145,13 @@ async def reconcile(
     )
 
     # 5. Apply. Nothing is written over somebody else's object.
-    refusals: tuple[Violation, ...] = ()
+    written = Applied()
     if conflict is None:
-        refusals = await apply_children(cluster, children, observed.children)
+        fruitless = {} if carried is None else carried.fruitless
+        written = await apply_children(cluster, children, observed.children, fruitless, now)
         for pod in step.replace:
             await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
-    else:
-        refusals = (conflict,)
+    refusals = written.refusals if conflict is None else (conflict,)
     if decision.learned != learned:
         key_of_profile = profile_key(deployment, deployment.image or engine_image)
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
@@ -202,9 +207,8 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    return Passed(
-        Carried(decision.state, kept, missing_since, reported), deployment.scrape_interval
-    )
+    carry = Carried(decision.state, kept, missing_since, reported, written.fruitless)
+    return Passed(carry, deployment.scrape_interval)
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:
