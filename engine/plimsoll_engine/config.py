@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from plimsoll_engine.limits import MAX_LENGTH
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 Value = TypeVar("Value")
@@ -26,7 +27,6 @@ Member = TypeVar("Member", bound=StrEnum)
 
 _SHOWN_CHARACTERS = 200
 # Far above what any device or model has, and far below what any integer of a library holds.
-MAX_LENGTH = 2**31 - 1
 MAX_BYTES = 1 << 60
 MAX_BATCHED_TOKENS = 1 << 24
 MAX_REQUESTS = 1 << 20
@@ -104,6 +104,9 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     watermark: float = 0.0
+    # None: no prompt is long.
+    long_prompt_tokens: int | None = None
+    long_prompt_share: float = 1.0
     max_num_queued_reqs: int = 1024
     api_key: str | None = field(default=None, repr=False)
     host: str = "0.0.0.0"
@@ -148,13 +151,15 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         dtype=flags.read("dtype", _member_of(DType), DType.AUTO),
         tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int(MAX_RANKS), 1),
         block_size=flags.read("block_size", _block_size, 16),
-        gpu_memory_utilization=flags.read("gpu_memory_utilization", _utilization, 0.90),
+        gpu_memory_utilization=flags.read("gpu_memory_utilization", _share, 0.90),
         max_model_len=flags.read("max_model_len", parse_length, None),
         max_num_seqs=flags.read(
             "max_num_seqs", _positive_int(MAX_REQUESTS), min(256, max_num_batched_tokens)
         ),
         max_num_batched_tokens=max_num_batched_tokens,
         watermark=flags.read("watermark", _watermark, 0.0),
+        long_prompt_tokens=flags.read("long_prompt_tokens", _positive_int(MAX_LENGTH), None),
+        long_prompt_share=flags.read("long_prompt_share", _share, 1.0),
         max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
         api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY", secret=True),
         host=flags.read("host", _text, "0.0.0.0"),
@@ -289,6 +294,16 @@ def _build_parser() -> argparse.ArgumentParser:
         "--watermark", metavar="X", help="share of the pool kept free at admission (0)"
     )
     batch.add_argument(
+        "--long-prompt-tokens",
+        metavar="N",
+        help="prompts of more tokens are long: shorter ones may overtake them (off)",
+    )
+    batch.add_argument(
+        "--long-prompt-share",
+        metavar="X",
+        help="share of the pool up to which long prompts are admitted beside each other (1)",
+    )
+    batch.add_argument(
         "--max-num-queued-reqs", metavar="N", help="waiting requests before 429 (1024)"
     )
 
@@ -382,7 +397,7 @@ def _number(text: str, allowed: str, accepts: Callable[[float], bool]) -> float:
     return number
 
 
-def _utilization(text: str) -> float:
+def _share(text: str) -> float:
     return _number(text, "a number above 0, at most 1", lambda x: 0 < x <= 1)
 
 

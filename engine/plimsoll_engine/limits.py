@@ -21,8 +21,13 @@ _FILE_KEYS = {
     "maxNumSeqs": "max_num_seqs",
     "maxNumBatchedTokens": "max_num_batched_tokens",
     "watermark": "watermark",
+    "longPromptTokens": "long_prompt_tokens",
+    "longPromptShare": "long_prompt_share",
 }
-_WHOLE = frozenset({"maxModelLen", "maxNumSeqs", "maxNumBatchedTokens"})
+_WHOLE = frozenset({"maxModelLen", "maxNumSeqs", "maxNumBatchedTokens", "longPromptTokens"})
+
+# Far above any model's length, and far below what any integer of a library holds.
+MAX_LENGTH = 2**31 - 1
 
 
 class LimitsOutcome(StrEnum):
@@ -34,7 +39,8 @@ class LimitsOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """In a request, None leaves that limit as it is; limits in force have no None.
+    """In a request, None leaves that limit as it is; limits in force have no None, but for
+    ``long_prompt_tokens``: no prompt is long then.
 
     ``max_model_len`` is the admitted length: prompt plus requested output, in tokens.
     """
@@ -44,6 +50,8 @@ class Limits:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     watermark: float | None = None
+    long_prompt_tokens: int | None = None
+    long_prompt_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ def find_violation(limits: Limits, bounds: LimitBounds) -> str | None:
         return f"gpu_memory_utilization: {utilization} is not allowed; expected above 0, at most 1"
     if watermark is not None and not 0 <= watermark < 1:
         return f"watermark: {watermark} is not allowed; expected 0 or more, below 1"
+    long, share = limits.long_prompt_tokens, limits.long_prompt_share
+    if long is not None and not 1 <= long <= MAX_LENGTH:
+        return f"long_prompt_tokens: {long} is not allowed; expected 1 to {MAX_LENGTH}"
+    if share is not None and not 0 < share <= 1:
+        return f"long_prompt_share: {share} is not allowed; expected above 0, at most 1"
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     if seqs is not None and tokens is not None and seqs > tokens:
         return f"max_num_seqs: {seqs} is not allowed; expected at most max_num_batched_tokens ({tokens})"

@@ -138,4 +138,11 @@ def scheduler_limits(limits: Limits) -> SchedulerLimits:
     assert limits.max_num_seqs is not None
     assert limits.max_num_batched_tokens is not None
     assert limits.watermark is not None
-    return SchedulerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.watermark)
+    assert limits.long_prompt_share is not None
+    return SchedulerLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        watermark=limits.watermark,
+        long_prompt_tokens=limits.long_prompt_tokens,
+        long_prompt_share=limits.long_prompt_share,
+    )

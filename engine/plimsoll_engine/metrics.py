@@ -248,6 +248,16 @@ class SnapshotCollector(Collector):
                 "Share of the device's memory in use by plan.",
                 limits.gpu_memory_utilization,
             ),
+            (
+                "long_prompt_tokens",
+                "Prompts of more tokens are long.",
+                limits.long_prompt_tokens,
+            ),
+            (
+                "long_prompt_share",
+                "Share of the blocks up to which long prompts are admitted.",
+                limits.long_prompt_share,
+            ),
             ("limits_revision", "Revision of the limits in force.", now.limits_revision),
             (
                 "largest_prompt_admissible_tokens",

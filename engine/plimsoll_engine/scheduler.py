@@ -36,6 +36,10 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     # Share of the usable blocks that stays free when a request is admitted beside running ones.
     watermark: float = 0.0
+    # A request whose prompt has more tokens is long; None: none is.
+    long_prompt_tokens: int | None = None
+    # Share of the usable blocks up to which long requests are admitted beside each other.
+    long_prompt_share: float = 1.0
 
 
 @dataclass(frozen=True)

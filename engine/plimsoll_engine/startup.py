@@ -128,6 +128,8 @@ def _starting_limits(config: EngineConfig, plan: MemoryPlan, left: Limits) -> Li
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         watermark=config.watermark,
+        long_prompt_tokens=config.long_prompt_tokens,
+        long_prompt_share=config.long_prompt_share,
     )
     bounds = bounds_of(config, plan)
     for name, value in vars(left).items():

@@ -42,6 +42,7 @@ def test_every_flag_reaches_its_attribute() -> None:
         *("--tensor-parallel-size", "3", "--block-size", "32", "--gpu-memory-utilization", "0.5"),
         *("--max-model-len", "8K", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
         *("--watermark", "0.02", "--max-num-queued-reqs", "9", "--api-key", "secret"),
+        *("--long-prompt-tokens", "8192", "--long-prompt-share", "0.7"),
         *("--host", "::", "--port", "80", "--control-port", "0", "--control-dir", "/control"),
         *("--limits-file", "/limits/limits.json", "--shutdown-timeout", "1.5", "--seed", "7"),
         PLIMSOLL_MEMORY_LIMIT="629145600",
@@ -59,6 +60,7 @@ def test_every_flag_reaches_its_attribute() -> None:
     assert config.max_num_seqs == 8
     assert config.max_num_batched_tokens == 512
     assert config.watermark == 0.02
+    assert (config.long_prompt_tokens, config.long_prompt_share) == (8192, 0.7)
     assert config.max_num_queued_reqs == 9
     assert config.api_key == "secret"
     assert (config.host, config.port, config.control_port) == ("::", 80, 0)
@@ -90,6 +92,8 @@ def test_every_flag_reaches_its_attribute() -> None:
         (("--max-num-seqs", "4096"), "--max-num-seqs", "4096", "--max-num-batched-tokens (2048)"),
         (("--max-num-batched-tokens", "x"), "--max-num-batched-tokens", "x", "whole number"),
         (("--watermark", "1"), "--watermark", "1", "below 1"),
+        (("--long-prompt-tokens", "8k"), "--long-prompt-tokens", "8k", "whole number from 1"),
+        (("--long-prompt-share", "0"), "--long-prompt-share", "0", "above 0, at most 1"),
         (("--max-num-queued-reqs", "0"), "--max-num-queued-reqs", "0", "from 1"),
         (("--port", "65536"), "--port", "65536", "65535"),
         (("--control-port", "8000"), "--control-port", "8000", "--port"),

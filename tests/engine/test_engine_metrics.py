@@ -29,6 +29,7 @@ GAUGES = [
     "plimsoll:max_model_len_admitted",
     "plimsoll:max_model_len_ceiling",
     "plimsoll:gpu_memory_utilization",
+    "plimsoll:long_prompt_share",
     "plimsoll:limits_revision",
     "plimsoll:largest_prompt_admissible_tokens",
     "plimsoll:step_heartbeat_age_seconds",

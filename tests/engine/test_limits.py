@@ -23,6 +23,8 @@ BOUNDS = LimitBounds(ceiling=4096, max_num_seqs=64, max_num_batched_tokens=2048)
         Limits(),
         Limits(1, 0.05, 1, 1, 0.0),
         Limits(4096, 1.0, 64, 2048, 0.99),
+        Limits(long_prompt_tokens=1, long_prompt_share=0.01),
+        Limits(long_prompt_tokens=2**31 - 1, long_prompt_share=1.0),
     ],
 )
 def test_the_bounds_themselves_are_allowed(limits: Limits) -> None:
@@ -40,6 +42,10 @@ def test_the_bounds_themselves_are_allowed(limits: Limits) -> None:
         (Limits(max_num_seqs=65), ["max_num_seqs", "65", "1 to 64", "at start"]),
         (Limits(max_num_batched_tokens=2049), ["max_num_batched_tokens", "2049", "1 to 2048"]),
         (Limits(watermark=1.0), ["watermark", "1.0", "below 1"]),
+        (Limits(long_prompt_tokens=0), ["long_prompt_tokens", "0", "1 to 2147483647"]),
+        (Limits(long_prompt_share=0.0), ["long_prompt_share", "0.0", "above 0, at most 1"]),
+        (Limits(long_prompt_share=1.5), ["long_prompt_share", "1.5", "above 0, at most 1"]),
+        (Limits(long_prompt_share=float("nan")), ["long_prompt_share", "nan"]),
         (
             Limits(max_num_seqs=10, max_num_batched_tokens=9),
             ["max_num_seqs", "10", "max_num_batched_tokens (9)"],
@@ -70,11 +76,23 @@ def test_a_missing_or_empty_file_says_nothing(tmp_path: Path, content: str | Non
 
 def test_the_operators_file_is_read_and_what_is_new_in_it_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "limits.json"
-    limits = {"maxModelLen": 2048, "gpuMemoryUtilization": 1, "watermark": None, "newer": "x"}
+    limits = {
+        "maxModelLen": 2048,
+        "gpuMemoryUtilization": 1,
+        "watermark": None,
+        "longPromptTokens": 8192,
+        "longPromptShare": 0.7,
+        "newer": "x",
+    }
     path.write_text(json.dumps({"revision": 7, "limits": limits, "also": "newer"}))
     assert read_limits_file(path) == (
         7,
-        Limits(max_model_len=2048, gpu_memory_utilization=1),
+        Limits(
+            max_model_len=2048,
+            gpu_memory_utilization=1,
+            long_prompt_tokens=8192,
+            long_prompt_share=0.7,
+        ),
     )
 
 
@@ -89,6 +107,7 @@ def test_the_operators_file_is_read_and_what_is_new_in_it_passed_over(tmp_path: 
         ('{"revision": 1, "limits": {"maxModelLen": "8k"}}', "maxModelLen: '8k'"),
         ('{"revision": 1, "limits": {"maxModelLen": 8.5}}', "whole number"),
         ('{"revision": 1, "limits": {"watermark": true}}', "watermark: True"),
+        ('{"revision": 1, "limits": {"longPromptTokens": 8.5}}', "longPromptTokens: 8.5"),
     ],
 )
 def test_an_unusable_file_is_an_error_that_names_it(

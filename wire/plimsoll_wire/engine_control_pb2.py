@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"plimsoll_wire/engine_control.proto\x12\x0bplimsoll.v1\"\x18\n\x16GetMemoryReportRequest\"\x13\n\x11WatchStateRequest\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"B\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0f\n\x07running\x18\x02 \x01(\x03\x12\x0f\n\x07waiting\x18\x03 \x01(\x03\"\x88\x02\n\x06Limits\x12\x1a\n\rmax_model_len\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12#\n\x16gpu_memory_utilization\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cmax_num_seqs\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12#\n\x16max_num_batched_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x16\n\twatermark\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x19\n\x17_gpu_memory_utilizationB\x0f\n\r_max_num_seqsB\x19\n\x17_max_num_batched_tokensB\x0c\n\n_watermark\"I\n\x10SetLimitsRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.plimsoll.v1.Limits\"\x8a\x01\n\x11SetLimitsResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.plimsoll.v1.LimitsOutcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x03\x12&\n\teffective\x18\x04 \x01(\x0b\x32\x13.plimsoll.v1.Limits\"H\n\x0bMemoryClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rplanned_bytes\x18\x02 \x01(\x03\x12\x14\n\x0c\x61\x63tual_bytes\x18\x03 \x01(\x03\"\xe1\x05\n\x0cMemoryReport\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\x05\x12\x12\n\nstarted_at\x18\x06 \x01(\x01\x12\x1a\n\x12\x64\x65vice_total_bytes\x18\n \x01(\x03\x12\x19\n\x11\x64\x65vice_free_bytes\x18\x0b \x01(\x03\x12#\n\x1b\x64\x65vice_free_low_water_bytes\x18\x0c \x01(\x03\x12)\n\x07\x63lasses\x18\r \x03(\x0b\x32\x18.plimsoll.v1.MemoryClass\x12\x12\n\nblock_size\x18\x14 \x01(\x03\x12\x17\n\x0f\x62ytes_per_block\x18\x15 \x01(\x03\x12\x18\n\x10\x63ommitted_blocks\x18\x16 \x01(\x03\x12\x15\n\rusable_blocks\x18\x17 \x01(\x03\x12\x13\n\x0bused_blocks\x18\x18 \x01(\x03\x12\x1d\n\x15max_model_len_ceiling\x18\x1e \x01(\x03\x12\x15\n\rmodel_max_len\x18\x1f \x01(\x03\x12!\n\x19largest_prompt_admissible\x18  \x01(\x03\x12#\n\x06limits\x18! \x01(\x0b\x32\x13.plimsoll.v1.Limits\x12\x17\n\x0flimits_revision\x18\" \x01(\x03\x12\x32\n\x0elimits_outcome\x18# \x01(\x0e\x32\x1a.plimsoll.v1.LimitsOutcome\x12\x15\n\rlimits_reason\x18$ \x01(\t\x12\x0f\n\x07running\x18( \x01(\x03\x12\x0f\n\x07waiting\x18) \x01(\x03\x12\x13\n\x0bpreemptions\x18* \x01(\x03\x12\"\n\x1a\x61llocation_failures_caught\x18+ \x01(\x03\x12\"\n\x1astep_heartbeat_age_seconds\x18, \x01(\x01*X\n\rLimitsOutcome\x12\x1e\n\x1aLIMITS_OUTCOME_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41PPLIED\x10\x01\x12\x0c\n\x08\x44\x45\x46\x45RRED\x10\x02\x12\x0c\n\x08REJECTED\x10\x03\x32\xb9\x02\n\rEngineControl\x12Q\n\x0fGetMemoryReport\x12#.plimsoll.v1.GetMemoryReportRequest\x1a\x19.plimsoll.v1.MemoryReport\x12J\n\tSetLimits\x12\x1d.plimsoll.v1.SetLimitsRequest\x1a\x1e.plimsoll.v1.SetLimitsResponse\x12I\n\nWatchState\x12\x1e.plimsoll.v1.WatchStateRequest\x1a\x19.plimsoll.v1.MemoryReport0\x01\x12>\n\x05\x44rain\x12\x19.plimsoll.v1.DrainRequest\x1a\x1a.plimsoll.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"plimsoll_wire/engine_control.proto\x12\x0bplimsoll.v1\"\x18\n\x16GetMemoryReportRequest\"\x13\n\x11WatchStateRequest\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"B\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0f\n\x07running\x18\x02 \x01(\x03\x12\x0f\n\x07waiting\x18\x03 \x01(\x03\"\xf6\x02\n\x06Limits\x12\x1a\n\rmax_model_len\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12#\n\x16gpu_memory_utilization\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cmax_num_seqs\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12#\n\x16max_num_batched_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x16\n\twatermark\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12long_prompt_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x1e\n\x11long_prompt_share\x18\x07 \x01(\x01H\x06\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x19\n\x17_gpu_memory_utilizationB\x0f\n\r_max_num_seqsB\x19\n\x17_max_num_batched_tokensB\x0c\n\n_watermarkB\x15\n\x13_long_prompt_tokensB\x14\n\x12_long_prompt_share\"I\n\x10SetLimitsRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.plimsoll.v1.Limits\"\x8a\x01\n\x11SetLimitsResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.plimsoll.v1.LimitsOutcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x03\x12&\n\teffective\x18\x04 \x01(\x0b\x32\x13.plimsoll.v1.Limits\"H\n\x0bMemoryClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rplanned_bytes\x18\x02 \x01(\x03\x12\x14\n\x0c\x61\x63tual_bytes\x18\x03 \x01(\x03\"\xe1\x05\n\x0cMemoryReport\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\x05\x12\x12\n\nstarted_at\x18\x06 \x01(\x01\x12\x1a\n\x12\x64\x65vice_total_bytes\x18\n \x01(\x03\x12\x19\n\x11\x64\x65vice_free_bytes\x18\x0b \x01(\x03\x12#\n\x1b\x64\x65vice_free_low_water_bytes\x18\x0c \x01(\x03\x12)\n\x07\x63lasses\x18\r \x03(\x0b\x32\x18.plimsoll.v1.MemoryClass\x12\x12\n\nblock_size\x18\x14 \x01(\x03\x12\x17\n\x0f\x62ytes_per_block\x18\x15 \x01(\x03\x12\x18\n\x10\x63ommitted_blocks\x18\x16 \x01(\x03\x12\x15\n\rusable_blocks\x18\x17 \x01(\x03\x12\x13\n\x0bused_blocks\x18\x18 \x01(\x03\x12\x1d\n\x15max_model_len_ceiling\x18\x1e \x01(\x03\x12\x15\n\rmodel_max_len\x18\x1f \x01(\x03\x12!\n\x19largest_prompt_admissible\x18  \x01(\x03\x12#\n\x06limits\x18! \x01(\x0b\x32\x13.plimsoll.v1.Limits\x12\x17\n\x0flimits_revision\x18\" \x01(\x03\x12\x32\n\x0elimits_outcome\x18# \x01(\x0e\x32\x1a.plimsoll.v1.LimitsOutcome\x12\x15\n\rlimits_reason\x18$ \x01(\t\x12\x0f\n\x07running\x18( \x01(\x03\x12\x0f\n\x07waiting\x18) \x01(\x03\x12\x13\n\x0bpreemptions\x18* \x01(\x03\x12\"\n\x1a\x61llocation_failures_caught\x18+ \x01(\x03\x12\"\n\x1astep_heartbeat_age_seconds\x18, \x01(\x01*X\n\rLimitsOutcome\x12\x1e\n\x1aLIMITS_OUTCOME_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41PPLIED\x10\x01\x12\x0c\n\x08\x44\x45\x46\x45RRED\x10\x02\x12\x0c\n\x08REJECTED\x10\x03\x32\xb9\x02\n\rEngineControl\x12Q\n\x0fGetMemoryReport\x12#.plimsoll.v1.GetMemoryReportRequest\x1a\x19.plimsoll.v1.MemoryReport\x12J\n\tSetLimits\x12\x1d.plimsoll.v1.SetLimitsRequest\x1a\x1e.plimsoll.v1.SetLimitsResponse\x12I\n\nWatchState\x12\x1e.plimsoll.v1.WatchStateRequest\x1a\x19.plimsoll.v1.MemoryReport0\x01\x12>\n\x05\x44rain\x12\x19.plimsoll.v1.DrainRequest\x1a\x1a.plimsoll.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'plimsoll_wire.engine_control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LIMITSOUTCOME']._serialized_start=1504
-  _globals['_LIMITSOUTCOME']._serialized_end=1592
+  _globals['_LIMITSOUTCOME']._serialized_start=1614
+  _globals['_LIMITSOUTCOME']._serialized_end=1702
   _globals['_GETMEMORYREPORTREQUEST']._serialized_start=51
   _globals['_GETMEMORYREPORTREQUEST']._serialized_end=75
   _globals['_WATCHSTATEREQUEST']._serialized_start=77
@@ -42,15 +42,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=139
   _globals['_DRAINRESPONSE']._serialized_end=205
   _globals['_LIMITS']._serialized_start=208
-  _globals['_LIMITS']._serialized_end=472
-  _globals['_SETLIMITSREQUEST']._serialized_start=474
-  _globals['_SETLIMITSREQUEST']._serialized_end=547
-  _globals['_SETLIMITSRESPONSE']._serialized_start=550
-  _globals['_SETLIMITSRESPONSE']._serialized_end=688
-  _globals['_MEMORYCLASS']._serialized_start=690
-  _globals['_MEMORYCLASS']._serialized_end=762
-  _globals['_MEMORYREPORT']._serialized_start=765
-  _globals['_MEMORYREPORT']._serialized_end=1502
-  _globals['_ENGINECONTROL']._serialized_start=1595
-  _globals['_ENGINECONTROL']._serialized_end=1908
+  _globals['_LIMITS']._serialized_end=582
+  _globals['_SETLIMITSREQUEST']._serialized_start=584
+  _globals['_SETLIMITSREQUEST']._serialized_end=657
+  _globals['_SETLIMITSRESPONSE']._serialized_start=660
+  _globals['_SETLIMITSRESPONSE']._serialized_end=798
+  _globals['_MEMORYCLASS']._serialized_start=800
+  _globals['_MEMORYCLASS']._serialized_end=872
+  _globals['_MEMORYREPORT']._serialized_start=875
+  _globals['_MEMORYREPORT']._serialized_end=1612
+  _globals['_ENGINECONTROL']._serialized_start=1705
+  _globals['_ENGINECONTROL']._serialized_end=2018
 # @@protoc_insertion_point(module_scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from plimsoll_engine.limits import Limits, LimitsOutcome, LimitsResult
@@ -81,19 +82,16 @@ def limits_to_wire(limits: Limits) -> wire.Limits:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         watermark=limits.watermark,
+        long_prompt_tokens=limits.long_prompt_tokens,
+        long_prompt_share=limits.long_prompt_share,
     )
 
 
 def limits_from_wire(limits: wire.Limits) -> Limits:
     """Absent becomes None: that limit stays as it is."""
     return Limits(
-        max_model_len=limits.max_model_len if limits.HasField("max_model_len") else None,
-        gpu_memory_utilization=(
-            limits.gpu_memory_utilization if limits.HasField("gpu_memory_utilization") else None
-        ),
-        max_num_seqs=limits.max_num_seqs if limits.HasField("max_num_seqs") else None,
-        max_num_batched_tokens=(
-            limits.max_num_batched_tokens if limits.HasField("max_num_batched_tokens") else None
-        ),
-        watermark=limits.watermark if limits.HasField("watermark") else None,
+        **{
+            field.name: getattr(limits, field.name) if limits.HasField(field.name) else None
+            for field in dataclasses.fields(Limits)
+        }
     )
