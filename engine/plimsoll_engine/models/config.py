@@ -135,7 +135,8 @@ def _convert(hf_config: Any) -> ModelConfig:
     _check_counts(vars(hf_config))
     for key, value in rope.items():
         # Factors may be lists (per dimension) in kinds of scaling that are refused above.
-        if key != "rope_type" and isinstance(value, str):
+        # Older files have the kind as "type"; transformers keeps both.
+        if key not in ("rope_type", "type") and isinstance(value, str):
             _refuse(key, repr(value), "a number")
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:
