@@ -1,9 +1,9 @@
 """Makes the files that are made from others: the chart's CRDs, the API reference, and the Python of
 the .proto files.
 
-In: crds/*.yaml and wire/**/*.proto. Out: charts/plimsoll/files/crds/, docs/api.md and the modules
-beside each .proto. ``python tools/generate.py`` writes them; ``--check`` writes nothing, names what
-differs and exits 1.
+In: crds/*.yaml and wire/**/*.proto. Out: charts/plimsoll/files/crds/, the operator package's copy of
+the definitions, docs/api.md and the modules beside each .proto. ``python tools/generate.py`` writes
+them; ``--check`` writes nothing, names what differs and exits 1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from grpc_tools import protoc  # type: ignore[import-untyped]
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")
 CHART_CRDS = Path("charts/plimsoll/files/crds")
+# For the command line, which checks manifests and clusters by them.
+PACKAGE_CRDS = Path("operator/plimsoll_operator/crds")
 WIRE = Path("wire")
 REFERENCE = Path("docs/api.md")
 
@@ -158,8 +160,12 @@ def wanted_files(root: Path) -> dict[Path, str]:
         CHART_CRDS / path.name: chart_crd(path.relative_to(root), text)
         for path, text in texts.items()
     }
+    packaged = {
+        PACKAGE_CRDS / path.name: HEADER.format(source=path.relative_to(root)) + text
+        for path, text in texts.items()
+    }
     reference = {REFERENCE: api_reference([yaml.safe_load(text) for text in texts.values()])}
-    return crds | reference | wire_modules(root)
+    return crds | packaged | reference | wire_modules(root)
 
 
 def differences(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
@@ -169,7 +175,11 @@ def differences(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
         for path, text in wanted.items()
         if not (root / path).is_file() or (root / path).read_text() != text
     ]
-    present = {path.relative_to(root) for path in (root / CHART_CRDS).glob("*")}
+    present = {
+        path.relative_to(root)
+        for folder in (CHART_CRDS, PACKAGE_CRDS)
+        for path in (root / folder).glob("*")
+    }
     return sorted([*changed, *(present - wanted.keys())])
 
 

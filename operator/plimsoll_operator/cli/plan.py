@@ -1,0 +1,256 @@
+"""`plan`: what an LLMDeployment would become, without a cluster.
+
+In: the deployment as parsed, and a byte budget where the model's sizes are known. Out: children, the
+planner's steps, and text. The builders and the planner are the operator's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plimsoll_operator import names
+from plimsoll_operator.budget.memory import Budget
+from plimsoll_operator.budget.verdict import Verdict
+from plimsoll_operator.cli import words
+from plimsoll_operator.desired import build_children
+from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.observed import Credentials, Observed, StatefulSet
+from plimsoll_operator.plan import Step, next_step
+from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.settings import tuning_settings
+
+Json = dict[str, Any]
+
+# In place of what the operator makes for each deployment.
+_NOT_SHOWN = Credentials(b"", b"", b"")
+_NOTES = {
+    "Secret": "certificate and token of the control channel, made by the operator",
+    "ConfigMap": "the limits with which an engine starts",
+    "PodDisruptionBudget": "a drained node takes one replica at a time",
+    "StatefulSet": "the engine pods",
+}
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A budget with its verdict; ``device`` says in words whose memory it is."""
+
+    budget: Budget
+    verdict: Verdict
+    device: str
+
+
+@dataclass(frozen=True)
+class Situation:
+    what: str
+    step: Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``sized`` None: ``unsized`` says what is missing for a budget, or what rules one out."""
+
+    deployment: Deployment
+    children: tuple[Json, ...]
+    situations: tuple[Situation, ...]
+    sized: Sized | None
+    unsized: str | None = None
+
+
+def build_plan(
+    deployment: Deployment, engine_image: str, sized: Sized | None, unsized: str | None = None
+) -> Plan:
+    situations = build_situations(deployment)
+    children = build_children(
+        deployment,
+        step=situations[0].step,
+        template=build_pod_template(deployment, engine_image),
+        credentials=_NOT_SHOWN,
+        limits=tuning_settings(deployment).start,
+        revision=1,
+    )
+    shown = tuple(_shown(body) for body in children.values() if body is not None)
+    return Plan(deployment, shown, situations, sized, unsized)
+
+
+def _shown(body: Json) -> Json:
+    """Without the uid, which only a cluster gives, and without what stands for secrets."""
+    owners = [
+        {key: value for key, value in owner.items() if key != "uid"}
+        for owner in body["metadata"].get("ownerReferences", ())
+    ]
+    shown = {**body, "metadata": {**body["metadata"], "ownerReferences": owners}}
+    if body["kind"] == "Secret":
+        shown["data"] = dict.fromkeys(body["data"], "")
+    return shown
+
+
+def build_situations(deployment: Deployment) -> tuple[Situation, ...]:
+    """What the operator does first, and what it will do with a later change."""
+    replicas = deployment.replicas
+    settled = StatefulSet(replicas, 0, 1, 1, "old", "old")
+    changed = replace(settled, update_revision="new")
+    nothing = _observed(deployment, None)
+    return (
+        Situation("nothing is there yet", next_step(nothing, given_up=False)),
+        Situation("every pod serves", next_step(_observed(deployment, settled), given_up=False)),
+        Situation(
+            "the pod template is changed", next_step(_observed(deployment, changed), given_up=False)
+        ),
+        Situation(
+            "the first template cannot work",
+            next_step(_observed(deployment, settled), given_up=True),
+        ),
+    )
+
+
+def _observed(deployment: Deployment, statefulset: StatefulSet | None) -> Observed:
+    return Observed(
+        deployment=deployment,
+        resource={},
+        changed_at=0.0,
+        children={},
+        statefulset=statefulset,
+        pods=(),
+        credentials=None,
+    )
+
+
+def render(plan: Plan) -> str:
+    deployment = plan.deployment
+    size, where = deployment.tensor_parallel_size, deployment.accelerator
+    each = "on CPU" if where is None else f"of {size} x {where}"
+    name = f"{deployment.namespace}/{deployment.name}"
+    replicas = "1 replica" if deployment.replicas == 1 else f"{deployment.replicas} replicas"
+    lines = [
+        f"LLMDeployment {name}: {replicas} {each}, {deployment.model.uri}",
+        "",
+        "Children",
+    ]
+    width = max(len(body["kind"]) for body in plan.children)
+    long = max(len(body["metadata"]["name"]) for body in plan.children)
+    for body in plan.children:
+        name, kind = body["metadata"]["name"], body["kind"]
+        lines.append(f"  {kind:<{width}}  {name:<{long}}  {_note(deployment, body)}".rstrip())
+    lines += ["", "Rollout"]
+    wide = max(len(situation.what) for situation in plan.situations)
+    for situation in plan.situations:
+        lines.append(f"  {situation.what:<{wide}}  {_step(situation.step)}")
+    lines += ["", *_budget_lines(plan)]
+    return "\n".join(lines)
+
+
+def _step(step: Step) -> str:
+    if step.replicas == 0:
+        return f"{step.reason}: no pod is left"
+    pods = "1 pod" if step.replicas == 1 else f"{step.replicas} pods"
+    which = "all of them" if step.partition == 0 else f"those from ordinal {step.partition} on"
+    return f"{step.reason}: {pods}, {which} with the newest template"
+
+
+def _note(deployment: Deployment, body: Json) -> str:
+    if body["kind"] == "Service":
+        headless = body["metadata"]["name"] == names.headless_service(deployment.name)
+        return "names the pods" if headless else names.url(deployment.name, deployment.namespace)
+    return _NOTES.get(body["kind"], "")
+
+
+def _budget_lines(plan: Plan) -> Iterable[str]:
+    if plan.sized is None:
+        return [f"Byte budget: {plan.unsized}"]
+    sized = plan.sized
+    budget, setup = sized.budget, sized.budget.setup
+    size = setup.tensor_parallel_size
+    shard = "all" if setup.on_cpu or size == 1 else f"1 of {size} shards"
+    parts = ", ".join(
+        f"{part} {words.byte_size(count)}" for part, count in budget.weights.items() if count
+    )
+    tied = " (lm_head is the embedding)" if budget.model.tied_embeddings else ""
+    copies = ""
+    if size > budget.model.num_kv_heads:
+        copies = f", each KV head held by {size // budget.model.num_kv_heads} ranks"
+    heads = f"{budget.kv_heads} of {budget.model.num_kv_heads} KV heads{copies}"
+    rows = [
+        ("weights", budget.weight_bytes, f"exact: {budget.dtype}, {shard}: {parts}{tied}"),
+        (
+            "activations",
+            budget.activations,
+            f"estimated from above for a step of {setup.max_num_batched_tokens} tokens",
+        ),
+        ("runtime", budget.runtime, "estimated: context, libraries, collective buffers"),
+        (
+            "KV cache",
+            budget.kv_cache,
+            f"{budget.num_blocks} blocks of {setup.block_size} tokens = {budget.pool_tokens} tokens",
+        ),
+        ("margin", budget.margin, f"left alone at utilisation {setup.utilization:g}"),
+        ("device", setup.device, sized.device),
+    ]
+    whose = "of the container, for all ranks" if setup.on_cpu else "of one accelerator"
+    lines = [f"Byte budget {whose}"]
+    for name, count, note in rows:
+        share = 100 * count / setup.device
+        lines.append(f"  {name:<12}{words.byte_size(count):>12} {share:6.1f} %  {note}")
+    token, block = words.byte_size(budget.bytes_per_token), words.byte_size(budget.bytes_per_block)
+    asked = "asked for" if setup.max_model_len else "the engine would take"
+    positions = f"the model's positions allow {budget.model.max_model_len}"
+    lines += [
+        f"  KV cache per token {token}, per block {block}: {heads}",
+        f"  length {asked} {words.number(budget.length)}, largest that fits {budget.longest} "
+        + f"({positions})",
+        "  the engine measures activations and runtime at its start, and plans with that",
+        "",
+        f"Verdict: {sized.verdict.text}",
+    ]
+    if sized.verdict.ways:
+        ways = "; or ".join(f"{way.text} ({way.field})" for way in sized.verdict.ways)
+        lines.append(f"Nearest settings that work: {ways}")
+    return lines
+
+
+def to_json(plan: Plan) -> Json:
+    document: Json = {
+        "name": plan.deployment.name,
+        "namespace": plan.deployment.namespace,
+        "children": list(plan.children),
+        "rollout": [
+            {
+                "when": situation.what,
+                "replicas": situation.step.replicas,
+                "partition": situation.step.partition,
+                "reason": situation.step.reason.value,
+            }
+            for situation in plan.situations
+        ],
+    }
+    if plan.sized is None:
+        return {**document, "budget": None, "noBudget": plan.unsized}
+    budget, verdict = plan.sized.budget, plan.sized.verdict
+    document["budget"] = {
+        "deviceBytes": budget.setup.device,
+        "dtype": budget.dtype,
+        "weightsBytes": budget.weight_bytes,
+        "weightsBytesByPart": dict(budget.weights),
+        "activationsBytesEstimated": budget.activations,
+        "runtimeBytesEstimated": budget.runtime,
+        "kvCacheBytes": budget.kv_cache,
+        "marginBytes": budget.margin,
+        "bytesPerToken": budget.bytes_per_token,
+        "bytesPerBlock": budget.bytes_per_block,
+        "blocks": budget.num_blocks,
+        "poolTokens": budget.pool_tokens,
+        "length": budget.length,
+        "longestLength": budget.longest,
+        "modelMaxLength": budget.model.max_model_len,
+        "concurrency": budget.concurrency,
+    }
+    document["verdict"] = {
+        "fits": verdict.fits,
+        "text": verdict.text,
+        "ways": [
+            {"field": way.field, "value": way.value, "text": way.text} for way in verdict.ways
+        ],
+    }
+    return document
