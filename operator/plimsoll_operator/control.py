@@ -16,6 +16,7 @@ from plimsoll_operator import names
 from plimsoll_operator.credentials import SERVER_NAME
 from plimsoll_operator.observed import Credentials
 from plimsoll_operator.tuning.values import (
+    FIELDS,
     Limits,
     LimitsOutcome,
     OutcomeKind,
@@ -98,21 +99,15 @@ def limits_to_wire(limits: Limits) -> pb.Limits:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         watermark=limits.watermark,
+        long_prompt_tokens=limits.long_prompt_tokens,
+        long_prompt_share=limits.long_prompt_share,
     )
 
 
 def limits_from_wire(limits: pb.Limits) -> Limits:
-    """Absent becomes None, never 0."""
+    """Absent becomes None, never 0. Both sides have the same names."""
     return Limits(
-        max_model_len=limits.max_model_len if limits.HasField("max_model_len") else None,
-        gpu_memory_utilization=limits.gpu_memory_utilization
-        if limits.HasField("gpu_memory_utilization")
-        else None,
-        max_num_seqs=limits.max_num_seqs if limits.HasField("max_num_seqs") else None,
-        max_num_batched_tokens=limits.max_num_batched_tokens
-        if limits.HasField("max_num_batched_tokens")
-        else None,
-        watermark=limits.watermark if limits.HasField("watermark") else None,
+        **{name: getattr(limits, name) for name in FIELDS.values() if limits.HasField(name)}
     )
 
 

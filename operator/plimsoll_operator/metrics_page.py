@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from plimsoll_operator.tuning.values import EngineReading, Unknown, UnknownReason
+from plimsoll_operator.tuning.values import EngineReading, LengthCounts, Unknown, UnknownReason
 
 # Newest name first: each stood in the pages of some release.
 USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:gpu_cache_usage_factor")
@@ -87,6 +87,19 @@ class Page:
         values = self.values(name)
         return None if values is None else combine(values)
 
+    def histogram(self, name: str) -> LengthCounts:
+        """Cumulative counts by upper bound, over the pod's engines; empty when the page has none."""
+        counts: dict[float, float] = {}
+        for sample in self._of_model(f"{name}_bucket"):
+            try:
+                bound = float(sample.labels.get("le", ""))
+            except ValueError:
+                return ()
+            if math.isnan(bound) or not math.isfinite(sample.value):
+                return ()
+            counts[bound] = counts.get(bound, 0.0) + sample.value
+        return tuple(sorted(counts.items()))
+
     def by_class(self, name: str) -> dict[str, int]:
         """The worst engine's figure for each class of memory."""
         found: dict[str, int] = {}
@@ -138,6 +151,8 @@ def read_page(text: str, *, pod: str, model: str, at: float) -> EngineReading | 
         planned_bytes=page.by_class("plimsoll:memory_planned_bytes"),
         actual_bytes=page.by_class("plimsoll:memory_actual_bytes"),
         block_size=page.block_size(),
+        prompt_lengths=page.histogram("vllm:request_prompt_tokens"),
+        output_lengths=page.histogram("vllm:request_generation_tokens"),
         **optional,
     )
 

@@ -54,6 +54,12 @@ def share(value: object) -> float | int | None:
     return found if found is not None and 0 < found <= 1 else None
 
 
+def fraction(value: object) -> float | int | None:
+    """A part of a whole, which may be nothing of it."""
+    found = number(value)
+    return found if found is not None and 0 <= found <= 1 else None
+
+
 def time(value: object) -> str | None:
     """An RFC 3339 time that Unix seconds can be made of."""
     return text(value) if read_time(value) is not None else None

@@ -40,6 +40,7 @@ class ModelSource(StrEnum):
 class TuningMode(StrEnum):
     OFF = "Off"
     ADVISE = "Advise"
+    INITIAL = "Initial"
     AUTO = "Auto"
     HOLD = "Hold"
 

@@ -27,6 +27,15 @@ from support.tuning import INTERVAL, MIB, START, Fleet, settings
 
 FLOOR, CEILING = 1024, 8192
 LOWEST, HIGHEST = 0.70, 0.95
+# What a new operator observes anew.
+UNRECORDED: dict[str, Any] = {
+    "windows": {},
+    "pressed_since": None,
+    "calm_since": None,
+    "slack_since": None,
+    "unknown_since": None,
+    "gathered": None,
+}
 OOM_RULES = {Rule.OOM, Rule.OOM_AT_START, Rule.KV_TOO_SMALL}
 
 
@@ -97,7 +106,7 @@ def live(script: list[Pass]) -> tuple[Fleet, list[tuple[Pass, TuningInputs, Tuni
 EVERY = tuple(TuningMode)
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(*EVERY))
 def test_limits_never_leave_the_bounds(script: list[Pass]) -> None:
     for step, _, decision in live(script)[1]:
@@ -110,7 +119,7 @@ def test_limits_never_leave_the_bounds(script: list[Pass]) -> None:
             assert decision.limits == Limits(CEILING, 0.90)
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(*EVERY))
 def test_the_revision_counts_exactly_the_changes(script: list[Pass]) -> None:
     revision, limits = 0, Limits()
@@ -120,7 +129,7 @@ def test_the_revision_counts_exactly_the_changes(script: list[Pass]) -> None:
         revision, limits = decision.revision, decision.limits
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(TuningMode.AUTO))
 def test_nothing_moves_while_frozen_but_after_a_death(script: list[Pass]) -> None:
     before = Limits()
@@ -130,7 +139,7 @@ def test_nothing_moves_while_frozen_but_after_a_death(script: list[Pass]) -> Non
         before = decision.limits
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(TuningMode.AUTO))
 def test_one_change_per_settle_window_except_for_deaths(script: list[Pass]) -> None:
     changes = [change for _, _, decision in live(script)[1] for change in decision.changes]
@@ -140,7 +149,7 @@ def test_one_change_per_settle_window_except_for_deaths(script: list[Pass]) -> N
         assert all(change.time - other.time >= 2 * INTERVAL for other in others)
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(TuningMode.HOLD, TuningMode.AUTO))
 def test_hold_holds(script: list[Pass]) -> None:
     before = Limits()
@@ -150,7 +159,7 @@ def test_hold_holds(script: list[Pass]) -> None:
         before = decision.limits
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(TuningMode.AUTO))
 def test_no_raise_soon_after_an_oom(script: list[Pass]) -> None:
     for _, inputs, decision in live(script)[1]:
@@ -160,21 +169,19 @@ def test_no_raise_soon_after_an_oom(script: list[Pass]) -> None:
                 assert last is None or inputs.now - last >= 6 * 3600
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(*EVERY))
 def test_the_same_inputs_give_the_same_decision(script: list[Pass]) -> None:
     for _, inputs, decision in live(script)[1]:
         assert decide(inputs) == decision
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(passes(*EVERY))
 def test_what_is_written_reads_back(script: list[Pass]) -> None:
     """All but what is observed anew after a restart."""
     for _, _, decision in live(script)[1]:
-        observed = replace(
-            decision.state, windows={}, pressed_since=None, calm_since=None, unknown_since=None
-        )
+        observed = replace(decision.state, **UNRECORDED)
         last = observed.oom.last
         if last is not None:
             kept = Failure(last.failure_class, last.incident, last.pod, last.message, at=last.at)
@@ -182,7 +189,7 @@ def test_what_is_written_reads_back(script: list[Pass]) -> None:
         assert read_state(record_tuning(decision)) == observed
 
 
-@run(deadline=None)
+@run(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(1, 20), min_size=2, max_size=40),
     st.sampled_from([0.92, 0.97, 1.0]),

@@ -9,6 +9,7 @@ from typing import Any
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning import decide
 from plimsoll_operator.tuning.values import (
+    LANE,
     EngineReading,
     Failure,
     Learned,
@@ -30,7 +31,8 @@ START = 1_000_000.0
 
 
 def settings(**changes: Any) -> Settings:
-    """A deployment on CPU: 0.90 and 8192 tokens, the length between 1024 and 8192."""
+    """A deployment on CPU: 0.90 and 8192 tokens, the length between 1024 and 8192. The long lane
+    is pinned by flags, so that the other rules can be seen alone; ``with_lane`` has it."""
     default = Settings(
         mode=TuningMode.AUTO,
         start=Limits(max_model_len=8192, gpu_memory_utilization=0.90),
@@ -45,8 +47,14 @@ def settings(**changes: Any) -> Settings:
         time_to_first_token=2.0,
         scrape_interval=INTERVAL,
         generation=1,
+        pinned=frozenset(LANE),
     )
     return replace(default, **changes)
+
+
+def with_lane(**changes: Any) -> Settings:
+    """The same with the long lane, as every deployment has it that does not pin it."""
+    return settings(**({"pinned": frozenset()} | changes))
 
 
 def reading(pod: str = "m-0", at: float = START, **changes: Any) -> EngineReading:

@@ -8,16 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning.policy import TuningPolicy
 from plimsoll_operator.tuning.values import (
+    FIELDS,
+    TUNED,
     Blocked,
     EngineReading,
     Learned,
     Limits,
+    Parameter,
     Settings,
 )
+
+# What takes the lane out of force. Where nothing is held back, how long is long does not matter.
+_NEUTRAL: dict[Parameter, float | None] = {
+    Parameter.WATERMARK: 0.0,
+    Parameter.LONG_PROMPT_SHARE: 1.0,
+    Parameter.LONG_PROMPT_TOKENS: None,
+}
+_WHOLE_BATCH = {
+    Parameter.MAX_NUM_SEQS: "max_num_seqs",
+    Parameter.MAX_NUM_BATCHED_TOKENS: "max_num_batched_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -159,26 +174,56 @@ def is_fresh(seen_at: float | None, policy: TuningPolicy, now: float) -> bool:
 
 
 def limits_in_force(settings: Settings, tuned: Limits, previous: Limits, bounds: Bounds) -> Limits:
-    """``tuned`` within the bounds in mode Auto; ``previous`` in Hold; the spec's values otherwise.
+    """``tuned`` within the bounds in modes Auto and Initial; ``previous`` in Hold; the spec's
+    values otherwise.
 
     Off and Advise take the spec's utilisation as it stands, blocked or not: that is what they are
     for.
     """
     start, utilization = settings.start.gpu_memory_utilization, previous.gpu_memory_utilization
     assert start is not None  # settings.py always fills it in
-    if settings.mode is TuningMode.AUTO:
+    if settings.mode in TUNED:
         chosen = tuned.gpu_memory_utilization
         utilization = bounds.clamp_utilization(start if chosen is None else chosen)
     elif settings.mode is not TuningMode.HOLD or utilization is None:
         utilization = start
-    return Limits(_length(settings, tuned, previous, bounds), utilization)
+    others: dict[str, Any] = {
+        FIELDS[parameter]: _batch_limit(settings, tuned, previous, parameter)
+        for parameter in (*_NEUTRAL, *_WHOLE_BATCH)
+    }
+    return Limits(_length(settings, tuned, previous, bounds), utilization, **others)
+
+
+def _batch_limit(
+    settings: Settings, tuned: Limits, previous: Limits, parameter: Parameter
+) -> float | None:
+    """None as long as nothing was sent: the engine's flag holds. Once it was, leaving it out would
+    leave the old value in force."""
+    if not settings.may_move(parameter):
+        return None
+    sent, chosen = previous.value(parameter), tuned.value(parameter)
+    if settings.mode is TuningMode.HOLD:
+        return sent
+    whole = whole_batch(settings, parameter)
+    if settings.mode in TUNED and chosen is not None:
+        return chosen if whole is None else min(chosen, whole)
+    if sent is None:
+        return None
+    return _NEUTRAL.get(parameter, whole)
+
+
+def whole_batch(settings: Settings, parameter: Parameter) -> int | None:
+    """What the spec allows in one step; None for other limits, and where a flag decides."""
+    field = _WHOLE_BATCH.get(parameter)
+    found: int | None = None if field is None else getattr(settings, field)
+    return found
 
 
 def _length(settings: Settings, tuned: Limits, previous: Limits, bounds: Bounds) -> int | None:
     wanted = settings.start.max_model_len
     if settings.mode is TuningMode.HOLD and previous.max_model_len is not None:
         wanted = previous.max_model_len
-    elif settings.mode is TuningMode.AUTO and bounds.floor is not None and tuned.max_model_len:
+    elif settings.mode in TUNED and bounds.floor is not None and tuned.max_model_len:
         wanted = max(tuned.max_model_len, bounds.floor)
     elif wanted is None and previous.max_model_len is not None:
         # Once a length has been sent, leaving it out would leave the old one in force.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plimsoll_operator.tuning.policy import TuningPolicy
-from plimsoll_operator.tuning.rules import is_calm, pressure
+from plimsoll_operator.tuning.pressure import has_slack, is_calm, pressure
 from plimsoll_operator.tuning.signals import Signals, Window, extend, judge
 from plimsoll_operator.tuning.values import (
     EngineReading,
@@ -39,6 +39,7 @@ class Evidence:
     seen_at: float | None
     pressed_since: float | None
     calm_since: float | None
+    slack_since: float | None
     unknown_since: float | None
 
     @property
@@ -72,6 +73,7 @@ def gather(inputs: TuningInputs, policy: TuningPolicy) -> Evidence:
     seen_at = max((found.reading.at for found in signals), default=None)
     pressed = complete and any(pressure(s, settings, policy) is not None for s in signals)
     calm = complete and all(is_calm(s, policy) for s in signals)
+    slack = complete and all(has_slack(s, policy) for s in signals)
     return Evidence(
         windows=windows,
         signals=signals,
@@ -79,6 +81,7 @@ def gather(inputs: TuningInputs, policy: TuningPolicy) -> Evidence:
         seen_at=seen_at,
         pressed_since=_run(pressed, state.pressed_since, seen_at),
         calm_since=_run(calm, state.calm_since, seen_at),
+        slack_since=_run(slack, state.slack_since, seen_at),
         unknown_since=_run(bool(unknowns), state.unknown_since, now),
     )
 

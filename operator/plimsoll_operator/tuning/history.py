@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from plimsoll_operator.tuning.bounds import whole_batch
 from plimsoll_operator.tuning.evidence import Evidence
 from plimsoll_operator.tuning.policy import TuningPolicy
-from plimsoll_operator.tuning.rules import Proposal
+from plimsoll_operator.tuning.situation import Proposal
 from plimsoll_operator.tuning.values import (
+    WHOLE,
     Change,
     Event,
     Limits,
@@ -25,6 +27,16 @@ _EVENTS = {
     (Parameter.MAX_MODEL_LEN, True): "LengthRestored",
     (Parameter.GPU_MEMORY_UTILIZATION, False): "UtilizationLowered",
     (Parameter.GPU_MEMORY_UTILIZATION, True): "PoolRaised",
+    (Parameter.MAX_NUM_SEQS, False): "BatchLowered",
+    (Parameter.MAX_NUM_SEQS, True): "BatchRestored",
+    (Parameter.MAX_NUM_BATCHED_TOKENS, False): "BatchLowered",
+    (Parameter.MAX_NUM_BATCHED_TOKENS, True): "BatchRestored",
+    (Parameter.WATERMARK, False): "WatermarkLowered",
+    (Parameter.WATERMARK, True): "WatermarkRaised",
+    (Parameter.LONG_PROMPT_TOKENS, False): "LaneChanged",
+    (Parameter.LONG_PROMPT_TOKENS, True): "LaneChanged",
+    (Parameter.LONG_PROMPT_SHARE, False): "LaneNarrowed",
+    (Parameter.LONG_PROMPT_SHARE, True): "LaneWidened",
 }
 
 
@@ -36,13 +48,11 @@ def find_changes(
     first = inputs.state.revision == 0
     if first:
         before = inputs.settings.start
+    settings = inputs.settings
     pairs = (
-        (Parameter.MAX_MODEL_LEN, before.max_model_len, after.max_model_len),
-        (
-            Parameter.GPU_MEMORY_UTILIZATION,
-            before.gpu_memory_utilization,
-            after.gpu_memory_utilization,
-        ),
+        # A batch that was never moved was the spec's.
+        (each, before.value(each) or whole_batch(settings, each), after.value(each))
+        for each in Parameter
     )
     return tuple(
         _change(inputs, parameter, old, new, proposal, revision, first)
@@ -142,5 +152,7 @@ def _event_reason(change: Change) -> str:
 
 def describe(change: Change) -> str:
     """``maxModelLen 8192 -> 4096``."""
-    form = "{:g}" if change.parameter is Parameter.MAX_MODEL_LEN else "{:.2f}"
+    form = "{:.0f}" if change.parameter in WHOLE else "{:.3g}"
+    if change.parameter is Parameter.GPU_MEMORY_UTILIZATION:
+        form = "{:.2f}"
     return f"{change.parameter} {form.format(change.before)} -> {form.format(change.after)}"

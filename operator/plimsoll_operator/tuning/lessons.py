@@ -15,7 +15,7 @@ from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning.bounds import Bounds, is_fresh, round_down, round_up
 from plimsoll_operator.tuning.evidence import Evidence
 from plimsoll_operator.tuning.policy import TuningPolicy
-from plimsoll_operator.tuning.rules import Proposal
+from plimsoll_operator.tuning.situation import Proposal
 from plimsoll_operator.tuning.values import (
     OUT_OF_MEMORY,
     Blocked,

@@ -9,8 +9,8 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class TuningPolicy:
-    """Durations in seconds. The defaults suit live limits (Plimsoll's own engine), where a move
-    costs nothing; an engine that must be restarted needs a slower policy."""
+    """Durations in seconds. The defaults suit live limits, where a move costs nothing; moves that
+    need a restart are weighed first (restarts.py)."""
 
     # Pressure. A full cache alone is not pressure (a paged engine is meant to be full): it counts
     # with requests waiting or preempted. The public saturation detectors use 0.8 for routing; the
@@ -31,9 +31,60 @@ class TuningPolicy:
     # After its own move the tuner does not judge for this many scrapes.
     settle_scrapes: float = 2.0
     calm_window: float = 20.0
-    # Each lowering that followed a raise within this time doubles the calm window (flapping load).
-    reversal_memory: float = 30 * 60.0
-    calm_window_max: float = 15 * 60.0
+    # A recovery that did not last this long makes the next one wait longer by this factor, for a
+    # day: 20 s, 5 min, 30 min. (A reversal is A, B, A within 30 minutes; at most two a day are
+    # allowed under a load that is on and off by the minute.)
+    reversal_gap: float = 30 * 60.0
+    reversal_memory: float = 24 * 3600.0
+    calm_growth: float = 15.0
+    calm_window_max: float = 30 * 60.0
+
+    # The long lane: the strongest simple rule known is 70 % of the cache for prompts above 8k, with
+    # a watermark of 0.05 (vLLM's PR 44594: 1065 preemptions become 187, at 5 % more throughput).
+    long_share: float = 0.70
+    watermark: float = 0.05
+    # What is long (lane.py has the reasons).
+    long_prompt_most: int = 8192
+    long_prompt_of_ceiling: float = 0.25
+    short_prompts_side_by_side: int = 2
+    # A lane that is off by less stays: the size of the cache moves a little with the line.
+    lane_deadband: float = 0.25
+    # The share that short prompts need: their peak (p95) with the vertical pod autoscaler's margin
+    # of 15 %, once an hour of windows is known; within the range where lanes were ever tried.
+    short_quantile: float = 0.95
+    short_margin: float = 1.15
+    short_windows: float = 12.0
+    long_share_least: float = 0.50
+    long_share_most: float = 0.85
+    share_deadband: float = 0.05
+    share_interval: float = 10 * 60.0
+    # Preemption. The same measurement: above 0.10 there are no fewer preemptions, and 3 % less
+    # throughput. It goes back once there has been room for ten minutes.
+    watermark_step: float = 0.025
+    watermark_most: float = 0.10
+    watermark_hold: float = 10 * 60.0
+    seqs_interval: float = 60.0
+    seqs_down_factor: float = 0.8
+    seqs_up_factor: float = 1.5
+    # With a lane the length is the last resort: a long prompt may wait fifteen times as long as a
+    # short one (30 s for 2 s, Mooncake's limit of an effective request).
+    long_patience: float = 15.0
+
+    # The batch budget: half after a caught allocation failure, twice after as long as an OOM blocks.
+    batch_least: int = 256
+    batch_hold: float = 6 * 3600.0
+
+    # Peaks: windows of five minutes (Autopilot), upper bound x (1 + 1/days), at most x 3 (12 h).
+    peak_window: float = 300.0
+    overrun_quantile: float = 0.95
+    overrun_margin_most: float = 3.0
+
+    # Where a limit costs a restart: 10 minutes of calm below a third of the cache, and more gained
+    # in a day than drain and start (60 to 300 s were measured of others) cost.
+    valley_calm: float = 10 * 60.0
+    valley_usage: float = 0.35
+    restart_horizon: float = 24 * 3600.0
+    start_time: float = 120.0
 
     # Free memory that must be left at the lowest moment. 3 % of a large device, but at least
     # 512 MiB (public reports of OOM under load: 72 to 304 MiB asked for, some of 1.15 GiB), and at
@@ -67,7 +118,7 @@ class TuningPolicy:
     confirm_timeout: float = 60.0
     # When the effect of a change is written into its history entry.
     outcome_after: float = 30.0
-    history_length: int = 10
+    history_length: int = 20
 
     def headroom(self, total_bytes: int) -> float:
         """Free bytes that must be left on a device of ``total_bytes``."""

@@ -8,14 +8,15 @@ object, so it outlives its deployment, and deleting it resets what was learned.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from plimsoll_operator import names, shape
 from plimsoll_operator.shape import read_time
 from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.histogram import EMPTY, HIGHEST_BUCKET, Histogram
 from plimsoll_operator.tuning.record import write_time
-from plimsoll_operator.tuning.values import Blocked, FailureClass, Learned
+from plimsoll_operator.tuning.values import Blocked, FailureClass, Learned, Peaks
 
 Json = dict[str, Any]
 
@@ -34,8 +35,13 @@ _BLOCKED_SHAPE = shape.record(
     },
     required=("gpuMemoryUtilization", "retreat", "time", "class"),
 )
+_HISTOGRAM_SHAPE = shape.record(
+    {"time": shape.time, "weights": shape.map_of(shape.number)}, required=("time", "weights")
+)
+_PEAKS = tuple(each.name for each in fields(Peaks))
 _STATUS_SHAPE = shape.record(
     {
+        "peaks": shape.record(dict.fromkeys(_PEAKS, _HISTOGRAM_SHAPE)),
         "blocked": shape.list_of(_BLOCKED_SHAPE),
         "lastKnownGood": shape.share,
         "lastOOMTime": shape.time,
@@ -141,8 +147,13 @@ def build_profile_status(learned: Learned) -> Json:
         "lastOOMTime": write_time(learned.last_oom_at),
         "overrun": learned.overrun,
         "overrunTime": write_time(learned.overrun_at),
+        "peaks": {
+            name: _write_histogram(histogram)
+            for name in _PEAKS
+            if (histogram := getattr(learned.peaks, name)) != EMPTY
+        },
     }
-    return {key: value for key, value in status.items() if value not in (None, [])}
+    return {key: value for key, value in status.items() if value not in (None, [], {})}
 
 
 def read_learned(profile: Mapping[str, Any] | None) -> Learned:
@@ -156,7 +167,29 @@ def read_learned(profile: Mapping[str, Any] | None) -> Learned:
         last_oom_at=read_time(status.get("lastOOMTime")),
         overrun=status.get("overrun"),
         overrun_at=read_time(status.get("overrunTime")),
+        peaks=Peaks(
+            **{
+                name: _read_histogram(each)
+                for name, each in status.get("peaks", {}).items()
+                if name in _PEAKS
+            }
+        ),
     )
+
+
+def _write_histogram(histogram: Histogram) -> Json:
+    weights = {str(bucket): weight for bucket, weight in histogram.weights}
+    return {"time": write_time(histogram.reference), "weights": weights}
+
+
+def _read_histogram(entry: Mapping[str, Any]) -> Histogram:
+    """Buckets that are no numbers, and weights of nothing or less, are left out."""
+    weights = sorted(
+        (int(bucket), float(weight))
+        for bucket, weight in entry["weights"].items()
+        if bucket.isdecimal() and int(bucket) <= HIGHEST_BUCKET and weight > 0
+    )
+    return Histogram(tuple(weights), read_time(entry["time"]) or 0.0)
 
 
 def _read_blocked(entry: Mapping[str, Any]) -> Blocked:

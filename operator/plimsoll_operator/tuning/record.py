@@ -37,6 +37,8 @@ _LIMITS = {
     "max_num_seqs": "maxNumSeqs",
     "max_num_batched_tokens": "maxNumBatchedTokens",
     "watermark": "watermark",
+    "long_prompt_tokens": "longPromptTokens",
+    "long_prompt_share": "longPromptShare",
 }
 
 _LIMITS_SHAPE = shape.record(
@@ -45,7 +47,9 @@ _LIMITS_SHAPE = shape.record(
         "gpuMemoryUtilization": shape.share,
         "maxNumSeqs": shape.positive,
         "maxNumBatchedTokens": shape.positive,
-        "watermark": shape.share,
+        "watermark": shape.fraction,
+        "longPromptTokens": shape.positive,
+        "longPromptShare": shape.share,
     }
 )
 _CHANGE_SHAPE = shape.record(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll_operator.spec import Bounds, Deployment
-from plimsoll_operator.tuning.values import Limits, Settings
+from plimsoll_operator.tuning.values import FIELDS, LANE, Limits, Parameter, Settings
 
 # The default floor of the memory line (the CRD's description promises it).
 DEFAULT_MIN_UTILIZATION = 0.50
@@ -31,4 +31,15 @@ def tuning_settings(deployment: Deployment) -> Settings:
         time_to_first_token=tuning.time_to_first_token,
         scrape_interval=deployment.scrape_interval,
         generation=deployment.generation,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        pinned=frozenset(each for each in LANE if _has_flag(engine.extra_args, each)),
+        max_restarts_per_day=tuning.max_restarts_per_day,
+        drain=deployment.drain,
     )
+
+
+def _has_flag(arguments: tuple[str, ...], parameter: Parameter) -> bool:
+    """Written ``--flag=value`` or as two arguments."""
+    flag = "--" + FIELDS[parameter].replace("_", "-")
+    return any(argument.partition("=")[0] == flag for argument in arguments)

@@ -7,9 +7,10 @@ first after a restart, have none.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
-from plimsoll_operator.tuning.values import EngineReading, Unknown, UnknownReason
+from plimsoll_operator.tuning.values import EngineReading, LengthCounts, Unknown, UnknownReason
 
 Window = tuple[EngineReading, ...]
 
@@ -35,6 +36,9 @@ class Signals:
     preemption_rate: float | None
     mean_queue_time: float | None
     allocation_failures: float | None
+    # Requests that ended since the page before, by tokens.
+    prompts: LengthCounts = ()
+    outputs: LengthCounts = ()
 
     @property
     def pod(self) -> str:
@@ -43,6 +47,12 @@ class Signals:
     @property
     def usage(self) -> float:
         return self.reading.kv_cache_usage
+
+    @property
+    def pool_tokens(self) -> float | None:
+        """Tokens that the usable cache holds; None when the page does not say."""
+        blocks, size = self.reading.usable_blocks, self.reading.block_size
+        return None if not blocks or not size else float(blocks * size)
 
     @property
     def predicted_usage(self) -> float | None:
@@ -80,6 +90,23 @@ def increase(window: Window, counter: str) -> float | None:
         return None
     before, after = (getattr(reading, counter) for reading in window[-2:])
     return None if before is None or after is None else after - before
+
+
+def lengths_since(window: Window, histogram: str) -> LengthCounts:
+    """(tokens, requests) that a cumulative histogram gained between the last two pages. A request
+    counts in the middle of its bucket, above the last bound at that bound."""
+    if len(window) < 2:
+        return ()
+    before, after = (getattr(reading, histogram) for reading in window[-2:])
+    if [bound for bound, _ in before] != [bound for bound, _ in after]:
+        return ()
+    gained, low, below = [], 0.0, 0.0
+    for (_, old), (bound, new) in zip(before, after, strict=True):
+        count, middle = new - old - below, (low + bound) / 2 if math.isfinite(bound) else low
+        if count > 0:
+            gained.append((middle, count))
+        low, below = bound, new - old
+    return tuple(gained)
 
 
 def rate(window: Window, counter: str) -> float | None:
@@ -124,4 +151,6 @@ def judge(window: Window) -> Signals | Unknown:
         preemption_rate=rate(window, "preemptions_total"),
         mean_queue_time=None if not queued or waited is None else waited / queued,
         allocation_failures=increase(window, "allocation_failures_total"),
+        prompts=lengths_since(window, "prompt_lengths"),
+        outputs=lengths_since(window, "output_lengths"),
     )

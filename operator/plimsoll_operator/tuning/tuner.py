@@ -15,13 +15,19 @@ from plimsoll_operator.tuning.bounds import (
     find_bounds,
     limits_in_force,
     start_utilization,
+    whole_batch,
 )
 from plimsoll_operator.tuning.evidence import gather, is_reportable, unconfirmed
 from plimsoll_operator.tuning.history import events_of, find_changes, judge_outcomes
+from plimsoll_operator.tuning.lane import start_lane
 from plimsoll_operator.tuning.lessons import learn, observe
+from plimsoll_operator.tuning.peaks import gather_peaks
 from plimsoll_operator.tuning.policy import DEFAULT_POLICY, TuningPolicy
-from plimsoll_operator.tuning.rules import RULES, Proposal, Situation
+from plimsoll_operator.tuning.rules import first_move
+from plimsoll_operator.tuning.situation import Proposal, Situation
 from plimsoll_operator.tuning.values import (
+    LANE,
+    TUNED,
     Event,
     Learned,
     Limits,
@@ -52,6 +58,8 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     # Step 3: what deaths teach. This alone needs no metrics: a dead engine has none.
     lesson = learn(replace(inputs, state=state), bounds, limits.gpu_memory_utilization, policy)
     state, learned = lesson.state, observe(lesson.learned, evidence, state.history, policy, now)
+    gathered, peaks = gather_peaks(inputs, evidence, limits, policy)
+    learned = replace(learned, peaks=peaks)
     bounds = find_bounds(settings, evidence.latest, learned, policy, now)
 
     # Step 4: what the rules propose, once everything is known and the last change has settled.
@@ -71,23 +79,23 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
             policy=policy,
             signals=evidence.signals,
             bounds=bounds,
-            length=bounds.top if limits.max_model_len is None else limits.max_model_len,
-            utilization=limits.gpu_memory_utilization,
+            limits=limits,
             learned=learned,
             history=state.history,
             revision=state.revision,
             outcomes=inputs.outcomes,
             pressed_for=evidence.lasting(evidence.pressed_since),
             calm_for=evidence.lasting(evidence.calm_since),
+            slack_for=evidence.lasting(evidence.slack_since),
             now=now,
         )
-        proposal, held_back = _first_move(situation)
+        proposal, held_back = first_move(situation)
     elif proposal is not None and proposal.limited is not None:
         held_back = (proposal,)
 
     # Step 5: only mode Auto carries a proposal out.
     if settings.mode is TuningMode.AUTO and proposal is not None:
-        tuned = _with(state.tuned, proposal.parameter, proposal.value)
+        tuned = state.tuned.moved(proposal.parameter, proposal.value)
         tuned = _with_length_that_fits(tuned, limits, bounds)
         state = replace(state, tuned=_without_needless(tuned, inputs, bounds))
     in_force = limits_in_force(settings, state.tuned, state.limits, bounds)
@@ -123,7 +131,9 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         windows=evidence.windows,
         pressed_since=evidence.pressed_since,
         calm_since=None if edited else evidence.calm_since,
+        slack_since=None if edited else evidence.slack_since,
         unknown_since=evidence.unknown_since,
+        gathered=gathered,
     )
     return TuningDecision(
         limits=in_force,
@@ -151,7 +161,8 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
 
 def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> TuningState:
     """A value that the user changed is the new start, and the new top of what was tuned. Off and
-    Advise forget what was tuned. Where it starts, a profile may know better than the spec."""
+    Advise forget what was tuned. Where it starts, a profile may know better than the spec; in mode
+    Initial it starts anew whenever no engine serves."""
     state, settings = inputs.state, inputs.settings
     if settings.mode in (TuningMode.OFF, TuningMode.ADVISE):
         return replace(state, tuned=Limits())
@@ -166,13 +177,17 @@ def _follow_spec(inputs: TuningInputs, bounds: Bounds, policy: TuningPolicy) -> 
     starts = state.mode is not TuningMode.AUTO and not held
     if basis.gpu_memory_utilization != start.gpu_memory_utilization:
         starts, utilization = True, None
-    if settings.mode is TuningMode.AUTO:
+    if settings.mode is TuningMode.INITIAL:
+        starts = (starts and state.mode is not TuningMode.INITIAL) or not inputs.engines
+    tuned = state.tuned.moved(Parameter.MAX_MODEL_LEN, length)
+    if settings.mode in TUNED:
+        tuned = start_lane(settings, tuned, bounds, policy)
         known = start_utilization(settings, inputs.learned, policy, inputs.now)
         if starts and known != start.gpu_memory_utilization:
             utilization = known
         if utilization is not None:
             utilization = bounds.clamp_utilization(utilization)
-    return replace(state, tuned=Limits(length, utilization))
+    return replace(state, tuned=tuned.moved(Parameter.GPU_MEMORY_UTILIZATION, utilization))
 
 
 def _may_move(inputs: TuningInputs, waiting_for: tuple[str, ...], policy: TuningPolicy) -> bool:
@@ -186,38 +201,13 @@ def _may_move(inputs: TuningInputs, waiting_for: tuple[str, ...], policy: Tuning
     return inputs.now - revised_at >= policy.settle_scrapes * inputs.settings.scrape_interval
 
 
-def _first_move(situation: Situation) -> tuple[Proposal | None, tuple[Proposal, ...]]:
-    """The first rule that moves something, and the proposals up to it that a bound held back."""
-    held_back: tuple[Proposal, ...] = ()
-    for rule in RULES:
-        proposal = rule(situation)
-        if proposal is None:
-            continue
-        if proposal.limited is not None:
-            held_back = (*held_back, proposal)
-        now = (
-            situation.length
-            if proposal.parameter is Parameter.MAX_MODEL_LEN
-            else situation.utilization
-        )
-        if proposal.value != now:
-            return proposal, held_back
-    return None, held_back
-
-
-def _with(limits: Limits, parameter: Parameter, value: float) -> Limits:
-    if parameter is Parameter.MAX_MODEL_LEN:
-        return replace(limits, max_model_len=int(value))
-    return replace(limits, gpu_memory_utilization=value)
-
-
 def _uncapped(
     in_force: Limits, proposal: Proposal | None, held_back: tuple[Proposal, ...]
 ) -> Limits:
     """What would be in force if no bound held it back."""
     wanted = in_force
     for found in (*held_back, *(() if proposal is None else (proposal,))):
-        wanted = _with(wanted, found.parameter, found.uncapped)
+        wanted = wanted.moved(found.parameter, found.uncapped)
     return wanted
 
 
@@ -234,7 +224,10 @@ def _with_length_that_fits(tuned: Limits, limits: Limits, bounds: Bounds) -> Lim
 
 
 def _without_needless(tuned: Limits, inputs: TuningInputs, bounds: Bounds) -> Limits:
-    """A length back at the top is the spec's again."""
+    """A length back at the top, or a batch that is whole again, is the spec's."""
+    for parameter in (Parameter.MAX_NUM_SEQS, Parameter.MAX_NUM_BATCHED_TOKENS):
+        if tuned.value(parameter) == whole_batch(inputs.settings, parameter):
+            tuned = tuned.moved(parameter, None)
     start = inputs.settings.start.max_model_len
     length, top = tuned.max_model_len, bounds.top
     if length is None or top is None or length < top or (start is not None and start < top):
@@ -253,15 +246,18 @@ def _advice(
     settings = replace(inputs.settings, mode=TuningMode.AUTO)
     utilization = start_utilization(settings, learned, policy, inputs.now)
     tuned = Limits(gpu_memory_utilization=bounds.clamp_utilization(utilization))
+    tuned = start_lane(settings, tuned, bounds, policy)
     if proposal is not None:
-        tuned = _with(tuned, proposal.parameter, proposal.value)
+        tuned = tuned.moved(proposal.parameter, proposal.value)
     return limits_in_force(settings, tuned, inputs.state.limits, bounds)
 
 
 def _source(state: TuningState) -> Source:
     if state.mode is TuningMode.HOLD:
         return Source.PINNED
-    if state.tuned == Limits():
+    untuned = all(state.tuned.value(each) is None for each in Parameter if each not in LANE)
+    if untuned:
+        # A lane is where the tuner starts: it is no change of anything that the spec says.
         return Source.SPEC
     utilizations = [c for c in state.history if c.parameter is Parameter.GPU_MEMORY_UTILIZATION]
     learned = bool(utilizations) and utilizations[-1].rule is Rule.LEARNED

@@ -8,10 +8,19 @@ utilisations and usages fractions of 1. None means unknown or "leave as it is", 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning.histogram import EMPTY, Histogram
+
+# Of a histogram of request lengths: upper bounds in tokens with the count up to each, ascending.
+LengthCounts = tuple[tuple[float, float], ...]
+
+
+# The modes in which what the tuner decided is in force.
+TUNED = (TuningMode.INITIAL, TuningMode.AUTO)
 
 
 class UnknownReason(StrEnum):
@@ -84,21 +93,70 @@ class EngineReading:
     limits_revision: int | None = None
     step_heartbeat_age: float | None = None
 
+    # Finished requests by prompt and by output tokens, as the page's histograms have them.
+    prompt_lengths: LengthCounts = ()
+    output_lengths: LengthCounts = ()
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that move without a restart. None leaves that limit to the engine's flags."""
+    """What the tuner moves. None leaves that limit to the engine's flags.
+
+    A request whose prompt has more than ``long_prompt_tokens`` is long; the long together hold at
+    most ``long_prompt_share`` of the usable blocks (one may always run alone), and short ones may
+    overtake them. ``watermark`` is the share of the blocks that an admission leaves free.
+    """
 
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     watermark: float | None = None
+    long_prompt_tokens: int | None = None
+    long_prompt_share: float | None = None
+
+    def value(self, parameter: Parameter) -> float | None:
+        found: float | None = getattr(self, FIELDS[parameter])
+        return found
+
+    def moved(self, parameter: Parameter, value: float | None) -> Limits:
+        """A copy with that limit; tokens and sequences are whole numbers."""
+        whole = value is not None and parameter in WHOLE
+        limit: Any = int(value or 0) if whole else value
+        return replace(self, **{FIELDS[parameter]: limit})
 
 
 class Parameter(StrEnum):
+    """The limits, by their names in the spec and in the limits file."""
+
     MAX_MODEL_LEN = "maxModelLen"
     GPU_MEMORY_UTILIZATION = "gpuMemoryUtilization"
+    MAX_NUM_SEQS = "maxNumSeqs"
+    MAX_NUM_BATCHED_TOKENS = "maxNumBatchedTokens"
+    WATERMARK = "watermark"
+    LONG_PROMPT_TOKENS = "longPromptTokens"
+    LONG_PROMPT_SHARE = "longPromptShare"
+
+
+FIELDS = {
+    Parameter.MAX_MODEL_LEN: "max_model_len",
+    Parameter.GPU_MEMORY_UTILIZATION: "gpu_memory_utilization",
+    Parameter.MAX_NUM_SEQS: "max_num_seqs",
+    Parameter.MAX_NUM_BATCHED_TOKENS: "max_num_batched_tokens",
+    Parameter.WATERMARK: "watermark",
+    Parameter.LONG_PROMPT_TOKENS: "long_prompt_tokens",
+    Parameter.LONG_PROMPT_SHARE: "long_prompt_share",
+}
+WHOLE = frozenset(
+    {
+        Parameter.MAX_MODEL_LEN,
+        Parameter.MAX_NUM_SEQS,
+        Parameter.MAX_NUM_BATCHED_TOKENS,
+        Parameter.LONG_PROMPT_TOKENS,
+    }
+)
+# What the spec has no word for: the tuner chooses where it starts (lane.py).
+LANE = (Parameter.WATERMARK, Parameter.LONG_PROMPT_TOKENS, Parameter.LONG_PROMPT_SHARE)
 
 
 class OutcomeKind(StrEnum):
@@ -176,6 +234,9 @@ class Rule(StrEnum):
     SPEC = "spec"
     MODE = "mode"
     LEARNED = "learned"
+    LANE = "lane"
+    PREEMPTION = "preemption"
+    SHORT_DEMAND = "short-demand"
     PRESSURE = "pressure"
     CALM = "calm"
     LOW_HEADROOM = "low-headroom"
@@ -253,6 +314,19 @@ class Settings:
     scrape_interval: float
     # metadata.generation: a new one is a new chance for what had been given up.
     generation: int
+    # The spec's own; None where it is not known, and then they never move.
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    # Limits that a flag of the user's fixes: the tuner never sends them.
+    pinned: frozenset[Parameter] = frozenset()
+    # What this runtime can move while it serves; any other limit costs a restart of every pod.
+    live: frozenset[Parameter] = frozenset(Parameter)
+    max_restarts_per_day: int = 4
+    # Seconds that a stopping pod may take to finish its requests.
+    drain: float = 60.0
+
+    def may_move(self, parameter: Parameter) -> bool:
+        return parameter in self.live and parameter not in self.pinned
 
 
 @dataclass(frozen=True)
@@ -268,6 +342,39 @@ class Blocked:
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """Decaying histograms, one sample per five-minute window with traffic in it; lengths have one
+    per request. Only whole windows enter, so that a restarted operator decides from the same.
+
+    ``demand``: the most that running and waiting requests would have held, ``short``: the most that
+    short prompts held while nobody waited; both as shares of the usable cache. ``overrun``: the
+    device's memory in use above the line, as a share of the device. Lengths are tokens.
+    """
+
+    demand: Histogram = EMPTY
+    short: Histogram = EMPTY
+    overrun: Histogram = EMPTY
+    prompts: Histogram = EMPTY
+    outputs: Histogram = EMPTY
+
+
+NO_PEAKS = Peaks()
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the window that is open has seen so far; shares as in :class:`Peaks`."""
+
+    since: float
+    demand: float | None = None
+    # Without the queue, on pages where nobody waited.
+    unqueued: float | None = None
+    overrun: float | None = None
+    prompts: LengthCounts = ()
+    outputs: LengthCounts = ()
+
+
+@dataclass(frozen=True)
 class Learned:
     """The content of a MemoryProfile: outlives the deployment that learned it."""
 
@@ -278,6 +385,7 @@ class Learned:
     # Largest share of the device's memory seen in use above the line, and when.
     overrun: float | None = None
     overrun_at: float | None = None
+    peaks: Peaks = NO_PEAKS
 
 
 @dataclass(frozen=True)
@@ -326,7 +434,9 @@ class TuningState:
     windows: Mapping[str, tuple[EngineReading, ...]] = field(default_factory=dict)
     pressed_since: float | None = None
     calm_since: float | None = None
+    slack_since: float | None = None
     unknown_since: float | None = None
+    gathered: Gathered | None = None
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ def tuning_active(
         return inactive(
             "Advise", "spec.tuning.mode is Advise: status.tuning.target says what would be done"
         )
+    if settings.mode is TuningMode.INITIAL:
+        return inactive(
+            "Initial", "spec.tuning.mode is Initial: limits stay where the engines started"
+        )
     return Verdict("TuningActive", Status.TRUE, "Auto", "limits follow the traffic")
 
 
