@@ -288,6 +288,6 @@ def test_missing_fields_are_told_apart() -> None:
     wanted = {
         "properties": {"a": {"properties": {"b": {}}}, "c": {"items": {"properties": {"d": {}}}}}
     }
-    found = {"properties": {"a": {}, "c": {"items": {}}}}
+    found: Json = {"properties": {"a": {}, "c": {"items": {}}}}
     assert missing_fields(wanted, found) == ["a.b", "c[].d"]
     assert missing_fields(found, wanted) == []

@@ -24,10 +24,11 @@ _SOURCES = {
     "Pinned": "values that are pinned",
 }
 _MODES = {
-    TuningMode.OFF: "Off: the spec's values are in force, and nothing is moved",
-    TuningMode.ADVISE: "Advise: the spec's values are in force; what Auto would do is only shown",
-    TuningMode.AUTO: "Auto: limits follow the traffic, within the bounds",
-    TuningMode.HOLD: "Hold: what was in force stays, and nothing is moved",
+    "Off": "the spec's values are in force, and nothing is moved",
+    "Advise": "the spec's values are in force; what Auto would do is only shown",
+    "Initial": "limits are found at the start, and stay after that",
+    "Auto": "limits follow the traffic, within the bounds",
+    "Hold": "what was in force stays, and nothing is moved",
 }
 # (condition, status) that needs a sentence.
 _TELLING = (
@@ -104,7 +105,7 @@ def _start(view: View, deployment: Deployment) -> tuple[str, ...]:
     length = "the largest that fits" if engine.max_model_len is None else engine.max_model_len
     lines = [
         f"the spec starts at length {length} and utilisation {engine.gpu_memory_utilization:.2f}",
-        f"tuning.mode is {_MODES[settings.mode]}",
+        f"tuning.mode is {settings.mode}: {_MODES[settings.mode.value]}",
         f"utilisation may be {settings.min_utilization:.2f} to {settings.max_utilization:.2f}",
     ]
     if settings.tunes_length:

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 MODE_ANNOTATION = f"{names.GROUP}/mode-before-hold"
 # The spec named no mode: the operator's default held.
 _UNSET = "unset"
-_RETURNS = (TuningMode.AUTO, TuningMode.ADVISE, TuningMode.OFF)
+_RETURNS = tuple(mode for mode in TuningMode if mode is not TuningMode.HOLD)
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,4 @@ def _mode(resource: Json) -> str | None:
 def _before(resource: Json) -> str | None:
     """None for what is no mode: somebody may have edited it."""
     value = resource["metadata"].get("annotations", {}).get(MODE_ANNOTATION)
-    return value if value == _UNSET or value in tuple(_RETURNS) else None
+    return value if value == _UNSET or value in _RETURNS else None
