@@ -15,6 +15,9 @@ __all__ = ["local_cluster", "local_namespace"]
 
 # Waiting OpenMP threads would take the cores from the other processes. Children inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# With several test processes on the cores, threads of one would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that; some tests
 # are of Ctrl-C.
@@ -25,8 +28,10 @@ FIRST = (
     "test_serving",
     "test_operator_lifecycle",
     "test_smollm2_greedy",
-    "test_example",
     "test_tensor_parallel",
+    "test_smollm2_preemption",
+    "test_example",
+    "test_models",
     "test_cluster_processes",
 )
 
