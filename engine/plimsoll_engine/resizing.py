@@ -53,9 +53,10 @@ class PoolResizer:
     def settle(self) -> None:
         """Called between steps: lowers the line as far as live requests allow, and gives memory
         that nobody owns any more back to the device."""
-        line = max(self.target, min(self._pool.usable, self._scheduler.largest_need))
-        if line < self._pool.usable:
-            self._pool.set_usable(line)
+        if self.target < self._pool.usable:
+            line = max(self.target, min(self._pool.usable, self._scheduler.largest_need))
+            if line < self._pool.usable:
+                self._pool.set_usable(line)
         floor = self._pool.owned_end
         if floor < self._asked:
             self._asked = floor

@@ -10,6 +10,14 @@ The rules, and why:
   the end, that of the preemption victims. So the first of all always advances and nobody starves.
 * A request is admitted when blocks for all its known tokens are free, and takes them. Admission on
   the first chunk alone ends in rounds of preemption under long prompts.
+* Long prompts have a lane of their own. They enter beside each other as long as they hold at most
+  their share of the usable blocks together, and one may always run alone. A short request passes
+  a long one that waits for the lane, for it takes nothing from it. It also passes one for which
+  the free blocks are too few, but only until those that passed have had as many blocks as the
+  pool has outside the lane: from then on nobody enters before it, and the blocks that come free
+  are its. So both sides have a bound, in blocks, and a clock is not needed.
+* What a long request grows by its output is not held against the lane: preempting it would cost
+  the whole prompt again for a few blocks.
 * Blocks for output are taken as they fill. When there is none, the last running request gives all
   its blocks back, keeps its tokens, and computes them again later.
 * At most one preemption per step, and a preempting step admits nobody: the block shortage of one
@@ -18,14 +26,15 @@ The rules, and why:
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.sampling_params import Request
-from plimsoll_engine.sequence import Sequence
+from plimsoll_engine.sequence import Sequence, SequenceState
+from plimsoll_engine.waiting import WaitingQueue, in_order, insert, remove
 
 MAX_PREEMPTIONS_PER_STEP = 1
 
@@ -74,12 +83,22 @@ class Scheduler:
     """``limits`` may be replaced between steps. A smaller max_num_seqs ends no running request."""
 
     def __init__(self, pool: BlockPool, block_size: int, limits: SchedulerLimits) -> None:
-        self.limits = limits
+        self._limits = limits
         self._pool = pool
         self._block_size = block_size
         self._arrivals = 0
         self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(limits.long_prompt_tokens)
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: SchedulerLimits) -> None:
+        if limits.long_prompt_tokens != self._limits.long_prompt_tokens:
+            self._waiting = WaitingQueue(limits.long_prompt_tokens, self._waiting)
+        self._limits = limits
 
     @property
     def running(self) -> ReadOnlySequence[Sequence]:
@@ -87,7 +106,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> ReadOnlySequence[Sequence]:
-        return self._waiting
+        return list(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def slots_unused(self) -> int:
@@ -107,10 +130,20 @@ class Scheduler:
         return int(self.limits.watermark * self._pool.usable)
 
     @property
+    def lane_capacity(self) -> int:
+        """Blocks up to which long requests are admitted beside each other."""
+        return int(self.limits.long_prompt_share * self._pool.usable)
+
+    @property
+    def lane_blocks(self) -> int:
+        """Blocks that long requests hold."""
+        return sum(len(s.blocks) for s in self._running if self._waiting.is_long(s))
+
+    @property
     def next_blocks(self) -> tuple[int, ...]:
         """Blocks that the first of the waiting start with, for each running slot that is free."""
         slots = max(0, self.limits.max_num_seqs - len(self._running))
-        return tuple(self.blocks_for(len(s.tokens)) for s in self._waiting[:slots])
+        return tuple(self.blocks_for(len(s.tokens)) for s in islice(self._waiting, slots))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -119,13 +152,17 @@ class Scheduler:
         """The caller has checked that the request fits the usable pool alone."""
         sequence = Sequence(request, (request.priority, self._arrivals))
         self._arrivals += 1
-        bisect.insort(self._waiting, sequence, key=_order)
+        self._waiting.add(sequence)
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
         """Ends the request in whatever state it is; its blocks are free at once."""
         self._give_back(sequence)
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        if sequence.state is SequenceState.RUNNING:
+            remove(self._running, sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
 
     def schedule(self, token_budget: int | None = None) -> ScheduledStep:
         """Takes the blocks that the step needs; computed tokens move in ``complete`` alone, so a
@@ -142,8 +179,12 @@ class Scheduler:
         # Decoding requests first: one token each, and a long prompt does not hold them up. Only
         # they allocate here; a prompt has had its blocks since its admission. So victims, from the
         # end of the order, are never in ``chunks`` yet.
-        for sequence in sorted(self._running, key=lambda s: (s.remaining > 1, s.order)):
-            if sequence in preempted or budget == 0:
+        decoding = [s for s in self._running if s.remaining <= 1]
+        prompts = [s for s in self._running if s.remaining > 1]
+        for sequence in chain(decoding, prompts):
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
                 continue
             count = min(sequence.remaining, budget)
             if not self._make_room(sequence, sequence.computed + count, preempted):
@@ -153,12 +194,13 @@ class Scheduler:
             budget -= count
 
         admitted: list[Sequence] = []
-        while budget and not preempted and not starved and self._admits_next():
-            sequence = self._admit_next()
-            admitted.append(sequence)
-            count = min(sequence.remaining, budget)
-            chunks.append(ScheduledChunk(sequence, 0, count))
-            budget -= count
+        if not preempted and not starved:
+            while budget and (entering := self._find_next()) is not None:
+                self._admit(entering)
+                admitted.append(entering)
+                count = min(entering.remaining, budget)
+                chunks.append(ScheduledChunk(entering, 0, count))
+                budget -= count
         return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
 
     def complete(self, step: ScheduledStep, sampled: Mapping[str, int]) -> CompletedStep:
@@ -167,10 +209,9 @@ class Scheduler:
         Requests that were finished since ``schedule`` are passed over.
         """
         prompt_tokens = recomputed_tokens = 0
-        running = set(self._running)
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if sequence not in running:
+            if sequence.state is not SequenceState.RUNNING:
                 continue
             before, end = sequence.high_water, chunk.start + chunk.count
             if before < sequence.num_prompt_tokens <= end:
@@ -185,10 +226,12 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError when a block is lost or doubled, or a request is in two places."""
         self._pool.check({s.request_id: s.blocks for s in self._running if s.blocks})
-        assert not set(self._running) & set(self._waiting)
-        assert self._running == sorted(self._running, key=_order)
-        assert self._waiting == sorted(self._waiting, key=_order)
-        for sequence in self._waiting:
+        waiting = list(self._waiting)
+        assert self._running == sorted(self._running, key=in_order)
+        assert waiting == sorted(waiting, key=in_order)
+        assert all(s.state is SequenceState.RUNNING for s in self._running)
+        assert all(s.state is SequenceState.WAITING for s in waiting)
+        for sequence in waiting:
             assert not sequence.blocks, sequence
             assert not sequence.computed, sequence
         for sequence in self._running:
@@ -197,7 +240,9 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, end: int, preempted: list[Sequence]) -> bool:
         """Blocks for positions below ``end``, by preemption if need be. All or nothing: whatever
         the outcome, every block is with its owner or in the pool."""
-        missing = max(0, self.blocks_for(end) - len(sequence.blocks))
+        missing = self.blocks_for(end) - len(sequence.blocks)
+        if missing <= 0:
+            return True
         while (ids := self._pool.allocate(sequence.request_id, missing)) is None:
             if len(preempted) == MAX_PREEMPTIONS_PER_STEP:
                 return False
@@ -213,28 +258,50 @@ class Scheduler:
         self._give_back(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
-        self._running.remove(sequence)
-        bisect.insort(self._waiting, sequence, key=_order)
+        remove(self._running, sequence)
+        sequence.state = SequenceState.WAITING
+        self._waiting.add(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         self._pool.release(sequence.request_id, sequence.blocks)
         sequence.blocks = ()
 
-    def _admits_next(self) -> bool:
-        if not self._waiting or len(self._running) >= self.limits.max_num_seqs:
-            return False
+    def _find_next(self) -> Sequence | None:
+        """Who of the waiting enters now: the first, or a short one past a long one."""
+        if len(self._running) >= self.limits.max_num_seqs:
+            return None
+        long, short = self._waiting.first_long, self._waiting.first_short
+        if long is not None and (short is None or long.order < short.order):
+            if self._lane_admits(long):
+                if self._fits(long):
+                    return long
+                if not self._may_overtake(short, long):
+                    return None
+        return short if short is not None and self._fits(short) else None
+
+    def _fits(self, sequence: Sequence) -> bool:
         # Alone, a request may take the last block: it fits, or it would not be here.
         reserve = self.reserved_blocks if self._running else 0
-        return self.blocks_for(len(self._waiting[0].tokens)) + reserve <= self._pool.free
+        return self.blocks_for(len(sequence.tokens)) + reserve <= self._pool.free
 
-    def _admit_next(self) -> Sequence:
-        sequence = self._waiting.pop(0)
-        ids = self._pool.allocate(sequence.request_id, self.blocks_for(len(sequence.tokens)))
-        assert ids is not None, "_admits_next has counted them"
+    def _lane_admits(self, sequence: Sequence) -> bool:
+        held = self.lane_blocks
+        return not held or held + self.blocks_for(len(sequence.tokens)) <= self.lane_capacity
+
+    def _may_overtake(self, short: Sequence | None, long: Sequence) -> bool:
+        """Whether ``short`` may have blocks that ``long`` waits for."""
+        if short is None or short.order[0] != long.order[0]:
+            return False
+        return long.overtaken_by < self._pool.usable - self.lane_capacity
+
+    def _admit(self, sequence: Sequence) -> None:
+        count = self.blocks_for(len(sequence.tokens))
+        ids = self._pool.allocate(sequence.request_id, count)
+        assert ids is not None, "_find_next has counted them"
+        long = self._waiting.first_long
+        if long is not None and long.order < sequence.order and self._lane_admits(long):
+            long.overtaken_by += count
+        self._waiting.remove(sequence)
         sequence.blocks = ids
-        bisect.insort(self._running, sequence, key=_order)
-        return sequence
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+        sequence.state = SequenceState.RUNNING
+        insert(self._running, sequence)

@@ -7,10 +7,17 @@ request has ended. This module knows neither the queue nor the pool.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from plimsoll_engine.executor import SequenceChunk
 from plimsoll_engine.reports import FinishReason
 from plimsoll_engine.sampling_params import Request, SamplingParams
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
 
 
 @dataclass(eq=False)
@@ -22,14 +29,19 @@ class Sequence:
     # Smaller goes first, in the queue and among the running: (priority, number of arrival).
     order: tuple[int, int]
     tokens: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    state: SequenceState = SequenceState.WAITING
     computed: int = 0
     blocks: tuple[int, ...] = ()
     # Most tokens ever computed: below it, after a preemption, everything is recomputation.
     high_water: int = 0
     preemptions: int = 0
+    # Blocks of those that entered before it though they came later.
+    overtaken_by: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
 
     @property
     def request_id(self) -> str:
@@ -38,10 +50,6 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
