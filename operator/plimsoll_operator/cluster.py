@@ -9,38 +9,45 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from typing import Any, Self
 
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
 from plimsoll_operator import names
+from plimsoll_operator.resources import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    EVENT,
+    LEASE,
+    LLM_DEPLOYMENT,
+    MEMORY_PROFILE,
+    POD,
+    SECRET,
+    SERVICE,
+    STATEFUL_SET,
+    Resource,
+)
+from plimsoll_operator.telemetry import Telemetry
+
+__all__ = [
+    "CONFIG_MAP",
+    "DISRUPTION_BUDGET",
+    "EVENT",
+    "LEASE",
+    "LLM_DEPLOYMENT",
+    "MEMORY_PROFILE",
+    "POD",
+    "SECRET",
+    "SERVICE",
+    "STATEFUL_SET",
+    "ApiError",
+    "Cluster",
+    "Resource",
+]
 
 Json = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Resource:
-    api_version: str
-    kind: str
-    plural: str
-
-    def path(self, namespace: str, name: str | None = None, subresource: str | None = None) -> str:
-        root = "/api/" if "/" not in self.api_version else "/apis/"
-        parts = [f"{root}{self.api_version}", "namespaces", namespace, self.plural]
-        return "/".join([*parts, *(part for part in (name, subresource) if part is not None)])
-
-
-POD = Resource("v1", "Pod", "pods")
-SERVICE = Resource("v1", "Service", "services")
-SECRET = Resource("v1", "Secret", "secrets")
-CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
-EVENT = Resource("v1", "Event", "events")
-STATEFUL_SET = Resource("apps/v1", "StatefulSet", "statefulsets")
-DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
-LLM_DEPLOYMENT = Resource(names.API_VERSION, names.KIND, names.PLURAL)
-MEMORY_PROFILE = Resource(names.API_VERSION, names.PROFILE_KIND, names.PROFILE_PLURAL)
 
 _BY_KIND = {
     resource.kind: resource
@@ -67,11 +74,12 @@ class ApiError(Exception):
 class Cluster:
     """One connection to the API server. ``close`` when done."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: client.ApiClient, telemetry: Telemetry | None = None) -> None:
         self._api = api
+        self._telemetry = telemetry
 
     @classmethod
-    async def connect(cls) -> Self:
+    async def connect(cls, telemetry: Telemetry | None = None) -> Self:
         """By the pod's service account, or else by KUBECONFIG (~/.kube/config)."""
         configuration = client.Configuration()
         if "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -80,7 +88,7 @@ class Cluster:
             await config.load_kube_config(
                 config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
             )
-        return cls(client.ApiClient(configuration))
+        return cls(client.ApiClient(configuration), telemetry)
 
     async def close(self) -> None:
         await self._api.close()
@@ -138,6 +146,12 @@ class Cluster:
         query = [("fieldManager", names.FIELD_MANAGER)]
         return await self._request("POST", resource.path(namespace), query=query, body=body)
 
+    async def replace(self, resource: Resource, body: Json) -> Json:
+        """Raises ApiError 409 when the object is not the one that ``body`` was read from any more."""
+        path = resource.path(body["metadata"]["namespace"], body["metadata"]["name"])
+        query = [("fieldManager", names.FIELD_MANAGER)]
+        return await self._request("PUT", path, query=query, body=body)
+
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
         """Deletes exactly this object, not a later one of the same name; absent is fine."""
         body: Json = {"preconditions": {"uid": uid}}
@@ -163,6 +177,7 @@ class Cluster:
         content_type: str = "application/json",
     ) -> Json:
         headers = {"Accept": "application/json", "Content-Type": content_type}
+        status = 0
         try:
             request = await self._api.param_serialize(
                 method,
@@ -173,9 +188,14 @@ class Cluster:
                 auth_settings=["BearerToken"],
             )
             response = await self._api.call_api(*request, _request_timeout=30)
+            status = response.status
             content = await response.read()
         except ApiException as error:
-            raise ApiError(error.status or 0, str(error.reason)) from error
+            status = error.status or 0
+            raise ApiError(status, str(error.reason)) from error
+        finally:
+            if self._telemetry is not None:
+                self._telemetry.count_request(method, status)
         if not 200 <= response.status <= 299:
             raise ApiError(response.status, _words(content) or response.reason)
         document: Json = json.loads(content) if content else {}

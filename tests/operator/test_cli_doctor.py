@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from plimsoll_operator.spec import TuningMode
 from support.resources import NOW, llmdeployment, time
 
 Json = dict[str, Any]
-ROOT = Path(__file__).parents[2]
 OWN = own_definitions()
 VERSION = "0.1.0"
 
@@ -201,23 +199,6 @@ def test_an_operator_is_read_from_its_deployment(image: str, version: str | None
 def test_kubernetes_versions() -> None:
     assert doctor.read_kubernetes({"major": "1", "minor": "31+"}) == (1, 31)
     assert doctor.read_kubernetes({}) is None
-
-
-def test_the_operators_permissions_are_those_of_the_chart() -> None:
-    """The chart's rules hold no template but for their names and labels."""
-    text = (ROOT / "charts/plimsoll/templates/rbac.yaml").read_text()
-    wanted = {(access.verb, access.group, access.resource) for access in OPERATORS}
-    granted = set()
-    for block in re.findall(r"^rules:\n((?:(?!---)[-# ].*\n)+)", text, re.MULTILINE):
-        plain = "".join(line for line in block.splitlines(True) if "{{" not in line)
-        for rule in yaml.safe_load(plain):
-            granted |= {
-                (each, group, resource)
-                for each in rule["verbs"]
-                for group in rule["apiGroups"]
-                for resource in rule["resources"]
-            }
-    assert wanted == granted, "change cli/permissions.py with the chart's role"
 
 
 def test_every_mode_is_explained() -> None:

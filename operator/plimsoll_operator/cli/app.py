@@ -264,7 +264,7 @@ def resume(
 def _change_mode(server: Server, name: str, change: Callable[[Json], Patch]) -> None:
     """The operator writes status all the time: a conflict is met by reading again."""
     from plimsoll_operator.cli.server import Conflict
-    from plimsoll_operator.cluster import LLM_DEPLOYMENT
+    from plimsoll_operator.resources import LLM_DEPLOYMENT
 
     for left in reversed(range(_TRIES)):
         patch = change(server.deployment(name))

@@ -1,6 +1,7 @@
 """What the operator must be allowed to do (the chart's ClusterRole), and what this command needs.
 
-Out: access reviews to ask the API server for. A test holds the table against the chart.
+Out: access reviews to ask the API server for. tests/e2e/test_cli.py holds the table against the
+chart.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from plimsoll_operator import names
 from plimsoll_operator.cli.server import Forbidden, NotFound, Server
 from plimsoll_operator.cli.view import View
-from plimsoll_operator.cluster import MEMORY_PROFILE, STATEFUL_SET
+from plimsoll_operator.resources import MEMORY_PROFILE, STATEFUL_SET
 from plimsoll_operator.tuning.profile import profile_key, read_learned
 from plimsoll_operator.tuning.values import Learned
 

@@ -17,7 +17,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
 from plimsoll_operator.cli.errors import CommandError, UsageError
-from plimsoll_operator.cluster import LLM_DEPLOYMENT, Resource
+from plimsoll_operator.resources import LLM_DEPLOYMENT, Resource
 
 Json = dict[str, Any]
 
