@@ -12,9 +12,11 @@ from plimsoll_operator.tuning.values import (
     LANE,
     EngineReading,
     Failure,
+    FailureClass,
     Learned,
     Limits,
     LimitsOutcome,
+    Parameter,
     Settings,
     Status,
     TuningDecision,
@@ -28,6 +30,12 @@ MIB = 1024 * 1024
 TOTAL = 1200 * MIB
 INTERVAL = 5.0
 START = 1_000_000.0
+
+FULL = {"kv_cache_usage": 0.97, "waiting": 12, "running": 6}
+MILD = {"kv_cache_usage": 0.92, "waiting": 3, "running": 6}
+CALM = {"kv_cache_usage": 0.20, "waiting": 0, "running": 1}
+# A cache that takes what the line leaves: 100 blocks of 16 tokens per hundredth of utilisation.
+PLAN = {"planned_bytes": {"kv_cache": 600 * MIB}, "block_size": 16}
 
 
 def settings(**changes: Any) -> Settings:
@@ -81,7 +89,7 @@ def reading(pod: str = "m-0", at: float = START, **changes: Any) -> EngineReadin
 
 @dataclass
 class Fleet:
-    """Runs pass after pass, ``INTERVAL`` apart. Every engine takes over new limits at once, unless
+    """Runs pass after pass, ``interval`` apart. Every engine takes over new limits at once, unless
     ``follows`` is False; what ``look`` is given shows on the page of ``m-0``."""
 
     settings: Settings = field(default_factory=settings)
@@ -89,6 +97,7 @@ class Fleet:
     state: TuningState = field(default_factory=TuningState)
     now: float = START
     follows: bool = True
+    interval: float = INTERVAL
     log: list[TuningDecision] = field(default_factory=list)
 
     def look(self, **page: Any) -> TuningDecision:
@@ -122,13 +131,13 @@ class Fleet:
         )
         self.state, self.learned = decision.state, decision.learned
         self.log.append(decision)
-        self.now += INTERVAL
+        self.now += self.interval
         return decision
 
     def idle(self, seconds: float, **page: Any) -> TuningDecision:
         """Looks at the same page until ``seconds`` have passed."""
         decision = self.look(**page)
-        for _ in range(int(seconds / INTERVAL)):
+        for _ in range(int(seconds / self.interval)):
             decision = self.look(**page)
         return decision
 
@@ -136,6 +145,10 @@ class Fleet:
     def lengths(self) -> list[int | None]:
         """The admitted length of each pass, without repetitions."""
         return _changes([decision.limits.max_model_len for decision in self.log])
+
+    def values(self, parameter: Parameter) -> list[float | None]:
+        """A limit in each pass, without repetitions."""
+        return _changes([decision.limits.value(parameter) for decision in self.log])
 
     @property
     def utilizations(self) -> list[float | None]:
@@ -152,3 +165,14 @@ def verdict(decision: TuningDecision, condition: str) -> Verdict:
 
 def holds(decision: TuningDecision, condition: str) -> bool:
     return verdict(decision, condition).status is Status.TRUE
+
+
+def events(fleet: Fleet) -> list[str]:
+    return [event.reason for decision in fleet.log for event in decision.events]
+
+
+def died(
+    failure_class: FailureClass, at: float, *, pod: str = "m-0", number: int = 1, **changes: Any
+) -> Failure:
+    default = Failure(failure_class, f"uid-{pod}/{number}", pod, "it died", at=at)
+    return replace(default, **changes)

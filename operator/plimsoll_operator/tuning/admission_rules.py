@@ -185,13 +185,15 @@ def admit_less(situation: Situation) -> Proposal | None:
 
 def _patience(situation: Situation, pressed: Pressure) -> float:
     """Seconds of unbroken pressure before the length answers it. With a lane the queue is the
-    lane's to clear, unless requests are preempted although nothing more can be kept free."""
+    lane's to clear, unless requests are preempted although nothing more can be kept free; twice as
+    long after each recovery that did not last, since a load that flaps clears by itself."""
     settings, limits = situation.settings, situation.limits
     thrashing = is_preempting(pressed.signals, situation.policy)
     at_most = (limits.watermark or 0.0) >= situation.policy.watermark_most
     lane = all(settings.may_move(parameter) for parameter in LANE)
     if lane and not (thrashing and at_most):
-        return situation.policy.long_patience * settings.time_to_first_token
+        patience = situation.policy.long_patience * settings.time_to_first_token
+        return patience * 2.0 ** situation.undone(Parameter.MAX_MODEL_LEN)
     # Mild pressure must be on two pages; they are never exactly one interval apart.
     return 0.0 if pressed.severe else 0.8 * settings.scrape_interval
 

@@ -117,7 +117,8 @@ def find_bounds(
         top=top,
         lowest=settings.min_utilization,
         highest=settings.max_utilization,
-        cap=cap(learned, policy, now),
+        # In mode Initial a death moves where the next pods start, not those that serve.
+        cap=None if settings.mode is TuningMode.INITIAL else cap(learned, policy, now),
         pools=tuple(pool for reading in readings if (pool := _pool(reading, settings)) is not None),
     )
 

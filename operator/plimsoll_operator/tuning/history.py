@@ -5,6 +5,7 @@ In: the limits before and after, and the proposal between them. Out: values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -133,6 +134,19 @@ def _compare(change: Change, evidence: Evidence) -> str:
 def _then_and_now(name: str, then: float | None, now: float, form: str) -> str:
     after = form.format(now)
     return f"{name} {after}" if then is None else f"{name} {form.format(then)} -> {after}"
+
+
+def remember(
+    history: tuple[Change, ...], changes: tuple[Change, ...], most: int
+) -> tuple[Change, ...]:
+    """With the new changes. What has to go is the oldest change of the limit with the most of them:
+    whether a limit flaps must not be forgotten over the moves of another."""
+    kept = [*history, *changes]
+    while len(kept) > most:
+        counts = Counter(change.parameter for change in kept)
+        fullest = max(counts.values())
+        kept.remove(next(change for change in kept if counts[change.parameter] == fullest))
+    return tuple(kept)
 
 
 def events_of(changes: Iterable[Change]) -> tuple[Event, ...]:

@@ -161,8 +161,12 @@ def _would_overrun(situation: Situation, line: float) -> bool:
 
 
 def _need_for_cache(situation: Situation) -> str | None:
-    """Pressure that lasts, or a length that only the size of the cache keeps below the ceiling."""
+    """Pressure that lasts, or a length that only the size of the cache keeps below the ceiling;
+    where the line costs a restart, what past days wanted, since it moves in a valley only."""
     settings, policy = situation.settings, situation.policy
+    if _LINE not in settings.live:
+        short = situation.learned.peaks.demand.share_above(1.0)
+        return f"in {short:.0%} of the time more was wanted than there was" if short else None
     bounds, length = situation.bounds, situation.length
     pressed = worst_pressure(situation.signals, settings, policy)
     # n pages span n - 1 intervals, and are never exactly one interval apart.

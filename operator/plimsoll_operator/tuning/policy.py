@@ -79,10 +79,12 @@ class TuningPolicy:
     overrun_quantile: float = 0.95
     overrun_margin_most: float = 3.0
 
-    # Where a limit costs a restart: 10 minutes of calm below a third of the cache, and more gained
+    # Where a limit costs a restart: every half hour at most, after 10 minutes of calm below a third
+    # of the cache, and with more gained
     # in a day than drain and start (60 to 300 s were measured of others) cost.
     valley_calm: float = 10 * 60.0
     valley_usage: float = 0.35
+    restart_interval: float = 30 * 60.0
     restart_horizon: float = 24 * 3600.0
     start_time: float = 120.0
 

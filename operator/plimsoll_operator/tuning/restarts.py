@@ -19,11 +19,10 @@ def why_not_restart(situation: Situation, proposal: Proposal) -> str | None:
     restart costs the drain and the start of each pod; all pods gain and pay alike.
     """
     policy, settings = situation.policy, situation.settings
-    spent = sum(
-        change.parameter not in settings.live and situation.now - change.time < DAY
-        for change in situation.history
-    )
-    if spent >= settings.max_restarts_per_day:
+    ages = [situation.now - c.time for c in situation.history if c.parameter not in settings.live]
+    if min(ages, default=DAY) < policy.restart_interval:
+        return f"the last restart is less than {policy.restart_interval / 60:g} min ago"
+    if sum(age < DAY for age in ages) >= settings.max_restarts_per_day:
         return f"spec.tuning.maxRestartsPerDay of {settings.max_restarts_per_day} is used up"
     fullest = max((signals.usage for signals in situation.signals), default=1.0)
     calm = (situation.calm_for or 0.0) >= policy.valley_calm

@@ -76,17 +76,27 @@ class Situation:
         else the window, longer by a factor for each recovery of the last day that did not last. So
         a load that flaps is followed twice and then no more until it stops."""
         policy = self.policy
-        changes = [c for c in self.history if c.parameter is parameter]
-        if changes and changes[-1].rule is Rule.CALM:
+        newest = max(
+            (change for change in self.history if change.parameter is parameter),
+            key=lambda change: change.time,
+            default=None,
+        )
+        if newest is not None and newest.rule is Rule.CALM:
             return policy.settle_scrapes * self.settings.scrape_interval
-        undone = sum(
+        grown = policy.calm_window * policy.calm_growth ** self.undone(parameter)
+        return min(grown, policy.calm_window_max)
+
+    def undone(self, parameter: Parameter) -> int:
+        """Recoveries of the last day that did not last half an hour."""
+        policy = self.policy
+        changes = [change for change in self.history if change.parameter is parameter]
+        return sum(
             before.rule is Rule.CALM
             and after.rule is not Rule.CALM
             and after.time - before.time < policy.reversal_gap
             for before, after in itertools.pairwise(changes)
             if self.now - after.time < policy.reversal_memory
         )
-        return min(policy.calm_window * policy.calm_growth**undone, policy.calm_window_max)
 
     def soon_after_oom(self) -> bool:
         last = self.learned.last_oom_at

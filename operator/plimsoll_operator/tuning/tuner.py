@@ -18,7 +18,7 @@ from plimsoll_operator.tuning.bounds import (
     whole_batch,
 )
 from plimsoll_operator.tuning.evidence import gather, is_reportable, unconfirmed
-from plimsoll_operator.tuning.history import events_of, find_changes, judge_outcomes
+from plimsoll_operator.tuning.history import events_of, find_changes, judge_outcomes, remember
 from plimsoll_operator.tuning.lane import start_lane
 from plimsoll_operator.tuning.lessons import learn, observe
 from plimsoll_operator.tuning.peaks import gather_peaks
@@ -126,7 +126,7 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         basis=settings.start,
         mode=settings.mode,
         generation=settings.generation,
-        history=(*history, *changes)[-policy.history_length :],
+        history=remember(history, changes, policy.history_length),
         metrics_available=not missing if inputs.engines else before.metrics_available,
         windows=evidence.windows,
         pressed_since=evidence.pressed_since,
