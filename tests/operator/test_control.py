@@ -148,7 +148,7 @@ async def test_the_memory_report(serve: Serve) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [Limits(), Limits(1, 0.5, 2, 3, 0.05), Limits(max_num_seqs=8), Limits(watermark=0.0)],
+    [Limits(), Limits(1, 0.5, 2, 3, 0.05, 8, 0.7), Limits(max_num_seqs=8), Limits(watermark=0.0)],
 )
 def test_absent_limits_stay_absent(limits: Limits) -> None:
     """0.0 is a value; None is none."""

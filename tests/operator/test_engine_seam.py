@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from plimsoll_engine.control.server import ControlServer
 from plimsoll_operator.control import control_address, get_memory_report, set_limits
 from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.metrics_page import read_page
+from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning.bounds import find_bounds
 from plimsoll_operator.tuning.policy import DEFAULT_POLICY
 from plimsoll_operator.tuning.signals import Signals, judge
 from plimsoll_operator.tuning.values import (
+    LANE,
     EngineReading,
     Learned,
     Limits,
@@ -28,7 +30,7 @@ from plimsoll_operator.tuning.values import (
     OutcomeKind,
 )
 from support.engine_server import ApiServer, api_server, repeat
-from support.tuning import settings
+from support.tuning import Fleet, settings, with_lane
 
 ALERTS = Path(__file__).parents[2] / "charts" / "plimsoll" / "templates" / "monitoring.yaml"
 CREDENTIALS = make_credentials("assistant", time.time())
@@ -71,11 +73,12 @@ def test_every_field_of_a_reading_is_on_the_engines_page() -> None:
     with engine() as (running, _):
         running.complete(prompt="four", max_tokens=6)
         found = reading_of(running)
-    unknown = [f.name for f in fields(found) if getattr(found, f.name) in (None, {})]
+    unknown = [f.name for f in fields(found) if getattr(found, f.name) in (None, {}, ())]
     assert unknown == []
     assert set(found.planned_bytes) == {"weights", "activations", "runtime", "kv_cache"}
     assert isinstance(judge((found,)), Signals)
     assert found.generation_tokens_total == 6.0
+    assert found.output_lengths[-1][1] == found.prompt_lengths[-1][1] == 1.0
 
 
 def test_every_metric_of_an_alert_is_on_the_engines_page() -> None:
@@ -100,6 +103,23 @@ async def test_a_moved_limit_shows_on_the_page_with_its_revision() -> None:
 
         assert (await move(address, 2, Limits())).kind is OutcomeKind.REJECTED
         assert (await move(address, 4, Limits(max_model_len=4096))).kind is OutcomeKind.REJECTED
+
+
+async def test_the_engine_takes_every_limit_that_the_tuner_sends() -> None:
+    """The first decision's lane, and what takes it out of force again."""
+    fleet = Fleet(with_lane(mode=TuningMode.AUTO))
+    start = fleet.look().limits
+    fleet.settings = with_lane(mode=TuningMode.OFF)
+    neutral = fleet.look().limits
+    with engine() as (_, address):
+        for revision, wanted in enumerate((start, neutral), start=1):
+            lane = replace(wanted, max_model_len=None, gpu_memory_utilization=None)
+            outcome = await move(address, revision, lane)
+            assert outcome.kind is OutcomeKind.APPLIED, outcome.reason
+            assert outcome.effective is not None
+            for parameter in LANE:
+                sent = lane.value(parameter)
+                assert sent is None or outcome.effective.value(parameter) == sent
 
 
 @pytest.mark.parametrize("num_blocks", [128, 129, 140, 160, 400])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from plimsoll_operator.spec import Deployment
+from plimsoll_operator.spec import Deployment, TuningMode
+from plimsoll_operator.tuning.histogram import EMPTY
 from plimsoll_operator.tuning.profile import (
     build_profile,
     build_profile_status,
@@ -24,9 +25,11 @@ from plimsoll_operator.tuning.values import (
     FailureClass,
     Learned,
     Limits,
+    Parameter,
+    Peaks,
     TuningState,
 )
-from support.tuning import START, Fleet, settings
+from support.tuning import START, Fleet, with_lane
 
 CRDS = Path(__file__).parents[2] / "crds"
 
@@ -36,11 +39,12 @@ LEARNED = Learned(
     last_oom_at=START,
     overrun=0.03,
     overrun_at=START,
+    peaks=Peaks(*(EMPTY.added([(value, 2.0)], START) for value in (0.9, 0.2, 0.04, 900, 90))),
 )
 
 
 def busy_fleet() -> Fleet:
-    fleet = Fleet(settings(memory_limit="8Gi"))
+    fleet = Fleet(with_lane(memory_limit="8Gi"))
     fleet.idle(30, kv_cache_usage=0.97, waiting=7, device_free_low_water_bytes=0)
     death = Failure(FailureClass.CUDA_OOM_AT_START, "u/1", "m-0", "died", at=fleet.now)
     fleet.see({}, [death])
@@ -87,6 +91,17 @@ def test_an_operator_restart_loses_nothing_that_matters() -> None:
     decision = again.see({}, [death])
     assert decision.changes == ()
     assert decision.limits == fleet.state.limits
+
+
+def test_a_lane_out_of_force_reads_back() -> None:
+    """A watermark of nothing is a value, not an absent one."""
+    fleet = Fleet(with_lane())
+    fleet.look()
+    fleet.settings = with_lane(mode=TuningMode.OFF)
+    decision = fleet.look()
+    assert decision.limits.watermark == 0.0
+    read = read_state(json.loads(json.dumps(record_tuning(decision))))
+    assert read.limits == decision.limits
 
 
 def test_a_new_object_has_no_state() -> None:
@@ -175,3 +190,20 @@ class TestSettings:
         assert (found.tunes_length, found.floor, found.ceiling) == (True, 2048, 16384)
         assert found.start == Limits(8192, 0.85)
         assert (found.on_cpu, found.memory_limit) == (True, "4Gi")
+
+    def test_flags_of_the_users_pin_the_lane(self) -> None:
+        flags = ["--watermark=0.1", "--long-prompt-share", "0.5"]
+        found = tuning_settings(deployment(engine={"extraArgs": flags}))
+        assert found.pinned == {Parameter.WATERMARK, Parameter.LONG_PROMPT_SHARE}
+        assert tuning_settings(deployment()).pinned == frozenset()
+
+    def test_the_batch_and_the_price_of_a_restart_are_the_specs(self) -> None:
+        found = tuning_settings(
+            deployment(
+                engine={"maxNumSeqs": 8, "maxNumBatchedTokens": 512},
+                tuning={"maxRestartsPerDay": 1},
+                drain="30s",
+            )
+        )
+        assert (found.max_num_seqs, found.max_num_batched_tokens) == (8, 512)
+        assert (found.max_restarts_per_day, found.drain) == (1, 30.0)

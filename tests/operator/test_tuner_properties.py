@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning import decide
+from plimsoll_operator.tuning.profile import build_profile_status, read_learned
 from plimsoll_operator.tuning.record import read_state, record_tuning
 from plimsoll_operator.tuning.values import (
     Failure,
     FailureClass,
     Limits,
-    Parameter,
     Rule,
     TuningDecision,
     TuningInputs,
     Unknown,
     UnknownReason,
 )
-from support.tuning import INTERVAL, MIB, START, Fleet, settings
+from support.tuning import INTERVAL, MIB, Fleet, with_lane
 
 FLOOR, CEILING = 1024, 8192
 LOWEST, HIGHEST = 0.70, 0.95
@@ -56,6 +56,7 @@ pages = st.fixed_dictionaries(
         "preemptions_total": st.integers(0, 5).map(float),
         "allocation_failures_total": st.integers(0, 2).map(float),
         "device_free_low_water_bytes": st.none() | st.integers(0, 500).map(lambda mib: mib * MIB),
+        "planned_bytes": st.sampled_from([{}, {"activations": 240 * MIB}]),
     }
 )
 
@@ -71,7 +72,9 @@ def passes(*modes: TuningMode) -> st.SearchStrategy[list[Pass]]:
 
 
 def bounded(mode: TuningMode = TuningMode.AUTO) -> Any:
-    return settings(
+    return with_lane(
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
         mode=mode,
         start=Limits(CEILING, 0.90),
         min_utilization=LOWEST,
@@ -115,8 +118,15 @@ def test_limits_never_leave_the_bounds(script: list[Pass]) -> None:
         assert line is not None
         assert FLOOR <= length <= CEILING
         assert LOWEST <= line <= HIGHEST
+        share, watermark = decision.limits.long_prompt_share, decision.limits.watermark
+        assert share is None or share == 1.0 or 0.50 <= share <= 0.85
+        assert watermark is None or watermark == 0.0 or 0.05 <= watermark <= 0.10
+        assert (decision.limits.max_num_seqs or 64) in range(1, 65)
+        assert (decision.limits.max_num_batched_tokens or 2048) in range(256, 2049)
         if step.mode in (TuningMode.OFF, TuningMode.ADVISE):
-            assert decision.limits == Limits(CEILING, 0.90)
+            assert (length, line) == (CEILING, 0.90)
+            assert share in (None, 1.0)
+            assert watermark in (None, 0.0)
 
 
 @run(deadline=None, max_examples=40)
@@ -160,6 +170,30 @@ def test_hold_holds(script: list[Pass]) -> None:
 
 
 @run(deadline=None, max_examples=40)
+@given(passes(TuningMode.INITIAL))
+def test_initial_leaves_alone_what_serves(script: list[Pass]) -> None:
+    """Every pass has a pod, be it unknown."""
+    assert len({decision.limits for _, _, decision in live(script)[1]}) == 1
+
+
+@run(deadline=None, max_examples=40)
+@given(passes(*EVERY))
+def test_a_new_operator_goes_on_where_the_last_one_stopped(script: list[Pass]) -> None:
+    """What is written loses nothing that decides; and without the last pages nothing moves."""
+    for step, inputs, decision in live(script)[1]:
+        recorded = read_state(record_tuning(decision))
+        learned = read_learned({"status": build_profile_status(decision.learned)})
+        assert learned == decision.learned
+        observed = {name: getattr(decision.state, name) for name in UNRECORDED}
+        later = replace(inputs, state=decision.state, learned=learned, now=inputs.now + INTERVAL)
+        checked = replace(later, state=replace(recorded, **observed))
+        assert decide(checked).limits == decide(later).limits
+        blind = replace(later, state=recorded, failures=())
+        if step.page is None:
+            assert decide(blind).limits == decision.limits
+
+
+@run(deadline=None, max_examples=40)
 @given(passes(TuningMode.AUTO))
 def test_no_raise_soon_after_an_oom(script: list[Pass]) -> None:
     for _, inputs, decision in live(script)[1]:
@@ -187,38 +221,3 @@ def test_what_is_written_reads_back(script: list[Pass]) -> None:
             kept = Failure(last.failure_class, last.incident, last.pod, last.message, at=last.at)
             observed = replace(observed, oom=replace(observed.oom, last=kept))
         assert read_state(record_tuning(decision)) == observed
-
-
-@run(deadline=None, max_examples=40)
-@given(
-    st.lists(st.integers(1, 20), min_size=2, max_size=40),
-    st.sampled_from([0.92, 0.97, 1.0]),
-)
-def test_flapping_load_moves_the_length_only_so_often(phases: list[int], usage: float) -> None:
-    """Whatever the rhythm of full and calm: in half an hour the line turns at most six times, since
-    each turn doubles the calm that the next one needs (20 s, 40 s, ... 640 s)."""
-    fleet = Fleet(bounded())
-    for index, passes_ in enumerate(phases):
-        full = index % 2 == 0
-        for _ in range(passes_):
-            fleet.look(kv_cache_usage=usage if full else 0.1, waiting=9 if full else 0)
-    turns = [
-        change.time
-        for decision in fleet.log
-        for change in decision.changes
-        if change.parameter is Parameter.MAX_MODEL_LEN
-    ]
-    rules = [
-        change.rule
-        for decision in fleet.log
-        for change in decision.changes
-        if change.parameter is Parameter.MAX_MODEL_LEN
-    ]
-    reversals = [
-        time
-        for time, before, after in zip(turns[1:], rules, rules[1:], strict=False)
-        if (before, after) == (Rule.CALM, Rule.PRESSURE)
-    ]
-    for time in reversals:
-        assert sum(time <= other < time + 1800 for other in reversals) <= 6
-    assert fleet.now - START < 3 * 3600
