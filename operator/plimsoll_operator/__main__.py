@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
+import signal
+import socket
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 
 import kopf
 
 from plimsoll_operator import handlers as _handlers  # noqa: F401 - registers them
+from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.controller import DEFAULT_ENGINE_IMAGE, Controller, Options
+from plimsoll_operator.endpoints import Readiness, serve
+from plimsoll_operator.leadership import Leadership, LeadershipLostError, LeaseName
+from plimsoll_operator.telemetry import Telemetry
 
 DEFAULT_HEALTH_PORT = 8080
+DEFAULT_LEASE_NAME = "plimsoll"
+
+logger = logging.getLogger(__name__)
 
 
 def parse_arguments(
@@ -40,7 +52,28 @@ def parse_arguments(
         type=int,
         default=DEFAULT_HEALTH_PORT,
         metavar="PORT",
-        help="serves /healthz (default %(default)s)",
+        help="serves /healthz, /readyz and /metrics (default %(default)s)",
+    )
+    parser.add_argument(
+        "--leader-elect",
+        action="store_true",
+        help="work only while holding a Lease; several operators stand by for each other",
+    )
+    parser.add_argument(
+        "--lease-name", default=DEFAULT_LEASE_NAME, metavar="NAME", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--lease-namespace",
+        default=environ.get("POD_NAMESPACE") or "default",
+        metavar="NAME",
+        help="of the Lease (POD_NAMESPACE; default %(default)s)",
+    )
+    parser.add_argument(
+        "--identity",
+        # A container that is restarted in its pod goes on with the pod's Lease at once.
+        default=environ.get("POD_NAME") or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+        metavar="NAME",
+        help="of this operator in the Lease (POD_NAME; default: host name and a random suffix)",
     )
     parser.add_argument("--verbose", action="store_true", help="log every request and event")
     return parser.parse_args(arguments)
@@ -53,19 +86,58 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+async def run(options: argparse.Namespace) -> None:
+    """Until a signal. Raises LeadershipLostError; OSError when the health port is taken."""
+    telemetry = Telemetry()
+    leadership: Leadership | None = None
+
+    async def work() -> None:
+        telemetry.leader.set(1)
+        await kopf.operator(
+            memo=Controller(Options(engine_image=options.engine_image), telemetry=telemetry),
+            # Never the shared peering object, whatever the cluster holds (see handlers.start).
+            standalone=True,
+            clusterwide=not options.namespace,
+            namespaces=options.namespace,
+        )
+
+    def judge_readiness() -> Readiness:
+        if leadership is None or leadership.leads:
+            return Readiness(True, "working")
+        if leadership.holder is None:
+            return Readiness(False, "the Lease has not been read yet")
+        return Readiness(True, f"standby: {leadership.holder} leads")
+
+    async with serve(options.health_port, telemetry, judge_readiness):
+        if not options.leader_elect:
+            await work()
+            return
+        # kopf listens to signals itself, from when it runs.
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        cluster = await Cluster.connect(telemetry)
+        try:
+            lease = LeaseName(options.lease_namespace, options.lease_name)
+            leadership = Leadership(cluster, lease, options.identity)
+            await leadership.run(work)
+        finally:
+            await cluster.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments, os.environ)
     kopf.configure(verbose=options.verbose)
     if not options.verbose:
         quiet()
-    kopf.run(
-        memo=Controller(Options(engine_image=options.engine_image)),
-        # Never the shared peering object, whatever the cluster holds (see handlers.start).
-        standalone=True,
-        clusterwide=not options.namespace,
-        namespaces=options.namespace,
-        liveness_endpoint=f"http://0.0.0.0:{options.health_port}/healthz",
-    )
+    try:
+        asyncio.run(run(options))
+    except LeadershipLostError as error:
+        # Whatever this process still has in memory may be out of date: start anew, on standby.
+        logger.error("%s", error)
+        sys.exit(1)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        logger.info("told to stop while on standby")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.engines import Engines, RemoteEngines
 from plimsoll_operator.reconcile import Carried, reconcile
 from plimsoll_operator.report import report_failure
+from plimsoll_operator.telemetry import Telemetry
 from plimsoll_operator.workers import Key, Workers
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,14 @@ class Options:
 class Controller:
     """``engines`` None: those in the cluster's pods."""
 
-    def __init__(self, options: Options, engines: Engines | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        engines: Engines | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
         self._options = options
+        self._telemetry = telemetry or Telemetry()
         self._workers = Workers(self._pass)
         self._carried: dict[Key, Carried] = {}
         self._failing: set[Key] = set()
@@ -42,7 +49,7 @@ class Controller:
         self._remote: RemoteEngines | None = None
 
     async def start(self) -> None:
-        self._cluster = await Cluster.connect()
+        self._cluster = await Cluster.connect(self._telemetry)
         if self._engines is None:
             self._engines = self._remote = RemoteEngines()
 
@@ -62,7 +69,8 @@ class Controller:
     async def _pass(self, key: Key) -> float | None:
         assert self._cluster is not None
         try:
-            due = await self._reconcile(self._cluster, key)
+            with self._telemetry.measure_pass():
+                due = await self._reconcile(self._cluster, key)
         except Exception as error:
             # One lost request is no news; what fails twice in a row is.
             if key in self._failing:
@@ -81,17 +89,23 @@ class Controller:
 
     async def _reconcile(self, cluster: Cluster, key: Key) -> float | None:
         assert self._engines is not None
+        now = time.time()
         outcome = await reconcile(
             cluster,
             self._engines,
             key,
             engine_image=self._options.engine_image,
             carried=self._carried.get(key),
-            now=time.time(),
+            now=now,
         )
         if outcome is None:
             self._carried.pop(key, None)
+            self._telemetry.forget(*key)
             return None
+        for change in outcome.changes:
+            self._telemetry.count_decision(change.rule.value, change.parameter.value)
+        if outcome.read_all:
+            self._telemetry.note_scrape(*key, now)
         if outcome.carried is not None:
             self._carried[key] = outcome.carried
         return outcome.due_in

@@ -40,6 +40,7 @@ from plimsoll_operator.tuning.profile import profile_key, read_learned
 from plimsoll_operator.tuning.record import read_state, record_tuning
 from plimsoll_operator.tuning.settings import tuning_settings
 from plimsoll_operator.tuning.values import (
+    Change,
     EngineReading,
     Event,
     Failure,
@@ -72,10 +73,13 @@ class Carried:
 
 @dataclass(frozen=True)
 class Passed:
-    """``due_in`` in seconds."""
+    """``due_in`` in seconds; ``changes`` are the limits that this pass moved; ``read_all`` says that
+    every engine that should serve was read."""
 
     carried: Carried | None
     due_in: float
+    changes: tuple[Change, ...] = ()
+    read_all: bool = False
 
 
 async def reconcile(
@@ -208,7 +212,8 @@ async def reconcile(
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
     carry = Carried(decision.state, kept, missing_since, reported, written.fruitless)
-    return Passed(carry, deployment.scrape_interval)
+    read_all = all(isinstance(reading, EngineReading) for reading in readings.values())
+    return Passed(carry, deployment.scrape_interval, decision.changes, read_all)
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:

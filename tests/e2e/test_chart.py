@@ -97,10 +97,14 @@ class TestRendering:
         (container,) = pod["spec"]["containers"]
         assert container["image"] == "plimsoll/operator:0.1.0"
         assert container["command"] == ["python", "-m", "plimsoll_operator"]
-        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        environment = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert environment["PLIMSOLL_ENGINE_IMAGE"] == "plimsoll/engine:0.1.0"
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[probe]["httpGet"] == {"path": "/healthz", "port": "health"}
+        for probe, path in (
+            ("startupProbe", "/healthz"),
+            ("readinessProbe", "/readyz"),
+            ("livenessProbe", "/healthz"),
+        ):
+            assert container[probe]["httpGet"] == {"path": path, "port": "health"}
 
     def test_the_operators_pod_is_restricted(self, helm: Helm) -> None:
         """What the `restricted` Pod Security level asks for, and a read-only root (B20)."""
@@ -114,7 +118,7 @@ class TestRendering:
             "capabilities": {"drop": ["ALL"]},
         }
         writable = [mount["mountPath"] for mount in container["volumeMounts"]]
-        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        environment = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert environment["HOME"] in writable
 
     @pytest.mark.parametrize("release", ["plimsoll", "blue"])
@@ -157,7 +161,7 @@ class TestRendering:
         [
             ("image.pullPolicy=Sometimes", "pullPolicy"),
             ("monitoring.alerts.cacheUsage=95", "cacheUsage"),
-            ("replicas=2", "replicas"),
+            ("replicas=-1", "replicas"),
             ("monitoring.enabled=yes", "enabled"),
         ],
     )
@@ -292,7 +296,7 @@ class TestInstallation:
         async def complete() -> bool:
             return expected <= {key.split()[0] for key in await server.versions()}
 
-        operator = await _start_operator(kubeconfig)
+        operator = await _start_operator(kubeconfig, server.namespace)
         try:
             await server.create_deployment()
             await server.wait_for("Progressing")
@@ -316,8 +320,8 @@ class TestInstallation:
                 installed.kubectl("auth", "can-i", verb, resource, f"--as={account}", "-A")
 
 
-async def _start_operator(kubeconfig: Path) -> OperatorProcess:
-    """As the chart runs it: for the whole cluster."""
+async def _start_operator(kubeconfig: Path, namespace: str) -> OperatorProcess:
+    """As the chart runs it: for the whole cluster, with a Lease beside it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -326,6 +330,9 @@ async def _start_operator(kubeconfig: Path) -> OperatorProcess:
         "-m",
         "plimsoll_operator",
         f"--health-port={port}",
+        "--leader-elect",
+        f"--lease-name={namespace}",
+        f"--lease-namespace={namespace}",
         env={**os.environ, "KUBECONFIG": os.fspath(kubeconfig)},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -197,7 +197,7 @@ class ApiServer(Cluster):
         finally:
             await process.stop()
 
-    async def start_operator(self) -> OperatorProcess:
+    async def start_operator(self, *arguments: str) -> OperatorProcess:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -207,6 +207,7 @@ class ApiServer(Cluster):
             "plimsoll_operator",
             f"--namespace={self.namespace}",
             f"--health-port={port}",
+            *arguments,
             env={**os.environ, "KUBECONFIG": os.fspath(self.kubeconfig)},
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
