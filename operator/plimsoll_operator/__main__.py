@@ -91,13 +91,16 @@ async def run(options: argparse.Namespace) -> None:
     telemetry = Telemetry()
     leadership: Leadership | None = None
 
+    clusterwide = not options.namespace
+
     async def work() -> None:
         telemetry.leader.set(1)
+        controller = Controller(Options(options.engine_image, clusterwide), telemetry=telemetry)
         await kopf.operator(
-            memo=Controller(Options(engine_image=options.engine_image), telemetry=telemetry),
+            memo=controller,
             # Never the shared peering object, whatever the cluster holds (see handlers.start).
             standalone=True,
-            clusterwide=not options.namespace,
+            clusterwide=clusterwide,
             namespaces=options.namespace,
         )
 

@@ -25,9 +25,11 @@ DEFAULT_ENGINE_IMAGE = f"plimsoll/engine:{__version__}"
 
 @dataclass(frozen=True)
 class Options:
-    """``engine_image`` serves deployments that name none."""
+    """``engine_image`` serves deployments that name none. ``clusterwide`` False: what lies outside
+    of the watched namespaces is not even asked for, since it needs rights of the whole cluster."""
 
     engine_image: str = DEFAULT_ENGINE_IMAGE
+    clusterwide: bool = True
 
 
 class Controller:
@@ -47,6 +49,10 @@ class Controller:
         self._cluster: Cluster | None = None
         self._engines = engines
         self._remote: RemoteEngines | None = None
+
+    @property
+    def options(self) -> Options:
+        return self._options
 
     async def start(self) -> None:
         self._cluster = await Cluster.connect(self._telemetry)

@@ -31,6 +31,8 @@ async def start(memo: Controller, settings: kopf.OperatorSettings, **_: Any) -> 
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.watching.server_timeout = 300
+    # Definitions and namespaces that come and go are for who may read the whole cluster.
+    settings.scanning.disabled = not memo.options.clusterwide
     await memo.start()
 
 

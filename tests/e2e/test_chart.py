@@ -162,6 +162,7 @@ class TestRendering:
             ("image.pullPolicy=Sometimes", "pullPolicy"),
             ("monitoring.alerts.cacheUsage=95", "cacheUsage"),
             ("replicas=-1", "replicas"),
+            ("watchNamespaces={Not_A_Name}", "watchNamespaces"),
             ("monitoring.enabled=yes", "enabled"),
         ],
     )
@@ -285,18 +286,29 @@ class TestInstallation:
         assert name in installed.kubectl("get", "crd", "-o", "name")
         await server.deployment()
 
+    @pytest.mark.parametrize("clusterwide", [True, False])
     async def test_the_role_is_what_the_operator_needs(
-        self, installed: Helm, control_plane: ControlPlane, server: ApiServer, tmp_path: Path
+        self,
+        installed: Helm,
+        control_plane: ControlPlane,
+        server: ApiServer,
+        tmp_path: Path,
+        clusterwide: bool,
     ) -> None:
         """The real operator, as its own service account, makes every child and the status; what
-        the role does not name is forbidden to it."""
+        the role does not name is forbidden to it, outside of watched namespaces everything."""
+        namespace = server.namespace
+        watched = () if clusterwide else (namespace,)
+        if not clusterwide:
+            values = ("--reuse-values", f"--set=watchNamespaces={{{namespace}}}")
+            installed("upgrade", "plimsoll", str(CHART), "-n", namespace, *values)
         kubeconfig = _as_service_account(installed, control_plane, server.namespace, tmp_path)
         expected = {"StatefulSet", "Service", "Secret", "ConfigMap"}
 
         async def complete() -> bool:
             return expected <= {key.split()[0] for key in await server.versions()}
 
-        operator = await _start_operator(kubeconfig, server.namespace)
+        operator = await _start_operator(kubeconfig, namespace, watched)
         try:
             await server.create_deployment()
             await server.wait_for("Progressing")
@@ -318,10 +330,23 @@ class TestInstallation:
         ):
             with pytest.raises(AssertionError, match="no"):
                 installed.kubectl("auth", "can-i", verb, resource, f"--as={account}", "-A")
+        for verb, resource in (
+            ("watch", "llmdeployments.plimsoll.dev"),
+            ("get", "secrets"),
+            ("create", "statefulsets.apps"),
+        ):
+            elsewhere = ("auth", "can-i", verb, resource, f"--as={account}", "-n", "default")
+            if clusterwide:
+                installed.kubectl(*elsewhere)
+            else:
+                with pytest.raises(AssertionError, match="no"):
+                    installed.kubectl(*elsewhere)
 
 
-async def _start_operator(kubeconfig: Path, namespace: str) -> OperatorProcess:
-    """As the chart runs it: for the whole cluster, with a Lease beside it."""
+async def _start_operator(
+    kubeconfig: Path, namespace: str, watched: tuple[str, ...]
+) -> OperatorProcess:
+    """As the chart runs it, with a Lease beside it; ``watched`` empty: for the whole cluster."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -333,6 +358,7 @@ async def _start_operator(kubeconfig: Path, namespace: str) -> OperatorProcess:
         "--leader-elect",
         f"--lease-name={namespace}",
         f"--lease-namespace={namespace}",
+        *(f"--namespace={name}" for name in watched),
         env={**os.environ, "KUBECONFIG": os.fspath(kubeconfig)},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
