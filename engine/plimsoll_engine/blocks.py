@@ -1,16 +1,17 @@
-"""The pool of KV blocks: which logical block id is free, and who owns the others.
+"""The pool of KV blocks: which logical block id is free, and how many hold each of the others.
 
-In: how many blocks are wanted, given back, or may be used from now on. Out: block ids. The pool
-knows neither the memory behind an id nor what a request is beyond its name. A prefix cache would
-come between ``release`` and the free list: a released block whose content is known stays findable
-until ``allocate`` takes it.
+In: how many blocks are wanted, shared, given back, or may be used from now on. Out: block ids. The
+pool knows neither the memory behind an id nor what a request is. A released block whose content is
+known stays findable (``prefix_cache``) until ``allocate`` needs it: it counts as free.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from plimsoll_engine.prefix_cache import PrefixCache
 
 
 class BlockPool:
@@ -26,8 +27,9 @@ class BlockPool:
         self._usable = committed
         self._free = list(range(committed))
         self._withdrawn: set[int] = set()
-        self._owners: dict[int, str] = {}
+        self._references: dict[int, int] = {}
         self._owned_above = 0
+        self._cache = PrefixCache()
         self.set_usable(committed if usable is None else usable)
 
     @property
@@ -40,12 +42,12 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._free)
+        """Blocks that can be allocated now, findable ones included."""
+        return len(self._free) + self._cache.evictable
 
     @property
     def used(self) -> int:
-        return len(self._owners)
+        return len(self._references)
 
     @property
     def used_above_line(self) -> int:
@@ -57,42 +59,62 @@ class BlockPool:
         """The smallest pool, in blocks, that keeps the usable and the owned ones."""
         if not self._owned_above:
             return self._usable
-        return max(self._owners) + 1
+        return max(self._references) + 1
 
-    def allocate(self, owner: str, count: int) -> tuple[int, ...] | None:
-        """All ``count`` blocks, lowest ids first, or None and nothing has changed."""
-        if count > len(self._free):
+    def find(self, hashes: Iterable[bytes]) -> tuple[int, ...]:
+        """The blocks that hold the longest known start of a chain of contents. None above the
+        line is among them: to share it would keep a shrink waiting."""
+        found = self._cache.find(hashes)
+        above = (place for place, block in enumerate(found) if block >= self._usable)
+        return found[: next(above, len(found))]
+
+    def count_owned(self, ids: Iterable[int]) -> int:
+        """Of ``ids``, those that cost nothing to share."""
+        return sum(block in self._references for block in ids)
+
+    def remember(self, block: int, content: bytes) -> None:
+        """``block``, which is owned, now holds this for good."""
+        self._cache.remember(block, content)
+
+    def allocate(self, count: int, shared: Sequence[int] = ()) -> tuple[int, ...] | None:
+        """The ``shared`` blocks, as ``find`` gave them, and ``count`` new ones, lowest ids first;
+        or None and nothing has changed."""
+        if count > self.free - (len(shared) - self.count_owned(shared)):
             return None
-        ids = tuple(heapq.heappop(self._free) for _ in range(count))
-        self._owners.update(dict.fromkeys(ids, owner))
-        return ids
+        for block in shared:
+            self._cache.revive(block)
+            self._references[block] = self._references.get(block, 0) + 1
+        new = tuple(self._take() for _ in range(count))
+        self._references.update(dict.fromkeys(new, 1))
+        return (*shared, *new)
 
-    def release(self, owner: str, ids: Iterable[int]) -> None:
-        """Raises ValueError, and changes nothing, for a block that ``owner`` does not hold."""
+    def release(self, ids: Iterable[int]) -> None:
+        """One holder lets go of ``ids``. Raises ValueError, and changes nothing, for a block that
+        nobody holds."""
         ids = tuple(ids)
         if len(set(ids)) != len(ids):
             raise ValueError(f"a block is given back twice: {ids}")
         for block in ids:
-            if self._owners.get(block) != owner:
-                raise ValueError(f"block {block} is held by {self._owners.get(block)}, not {owner}")
-        for block in ids:
-            del self._owners[block]
-            if block < self._usable:
-                heapq.heappush(self._free, block)
-            else:
-                self._withdrawn.add(block)
-                self._owned_above -= 1
+            if block not in self._references:
+                raise ValueError(f"block {block} is held by nobody")
+        # The end of a prefix is of less use than its start: it is to be evicted first.
+        for block in reversed(ids):
+            self._references[block] -= 1
+            if not self._references[block]:
+                del self._references[block]
+                self._put_back(block)
 
     def set_usable(self, usable: int) -> None:
-        """Moves the line, at once for every later ``allocate``."""
+        """Moves the line, at once for every later ``allocate``. Findable blocks above it are
+        given up."""
         if not 0 <= usable <= self._committed:
             raise ValueError(f"usable blocks {usable}: allowed are 0 to {self._committed}")
         self._usable = usable
-        unowned = self._withdrawn.union(self._free)
+        unowned = self._withdrawn.union(self._free, self._cache.evict_from(usable))
         self._withdrawn = {block for block in unowned if block >= usable}
         # A sorted list is a heap.
         self._free = sorted(unowned - self._withdrawn)
-        self._owned_above = sum(block >= usable for block in self._owners)
+        self._owned_above = sum(block >= usable for block in self._references)
 
     def set_committed(self, committed: int) -> None:
         """Blocks [0, committed) have memory from now on; new ones are above the line at first.
@@ -101,7 +123,7 @@ class BlockPool:
         """
         if committed < self._usable:
             raise ValueError(f"{committed} committed blocks are fewer than usable: {self._usable}")
-        owned = [block for block in self._owners if block >= committed]
+        owned = [block for block in self._references if block >= committed]
         if owned:
             raise ValueError(f"blocks {sorted(owned)} are owned, {committed} are to be committed")
         self._withdrawn.update(range(self._committed, committed))
@@ -109,17 +131,32 @@ class BlockPool:
         self._committed = committed
 
     def check(self, tables: Mapping[str, Iterable[int]]) -> None:
-        """Raises AssertionError unless every block is in exactly one place.
+        """Raises AssertionError unless every block is in exactly one place, with as many holders
+        as the pool counts.
 
         ``tables`` is what the owners believe they hold.
         """
-        held = Counter(block for ids in tables.values() for block in ids)
-        twice = [block for block, count in held.items() if count > 1]
-        assert not twice, f"blocks with two owners: {twice}"
-        believed = {block: owner for owner, ids in tables.items() for block in ids}
-        assert believed == self._owners, f"tables {believed}, pool {self._owners}"
-        places = [*self._free, *self._withdrawn, *self._owners]
+        held: Counter[int] = Counter()
+        for owner, ids in tables.items():
+            table = Counter(ids)
+            assert table.total() == len(table), f"a block twice in the table of {owner}: {table}"
+            held += table
+        assert held == self._references, f"tables {held}, pool {self._references}"
+        evictable = self._cache.evictable_blocks()
+        places = [*self._free, *self._withdrawn, *self._references, *evictable]
         assert sorted(places) == list(range(self._committed)), f"lost or doubled blocks: {places}"
-        assert all(block < self._usable for block in self._free)
+        assert all(block < self._usable for block in (*self._free, *evictable))
         assert all(block >= self._usable for block in self._withdrawn)
-        assert self._owned_above == sum(block >= self._usable for block in self._owners)
+        assert self._owned_above == sum(block >= self._usable for block in self._references)
+        self._cache.check()
+
+    def _take(self) -> int:
+        return heapq.heappop(self._free) if self._free else self._cache.evict()
+
+    def _put_back(self, block: int) -> None:
+        if block >= self._usable:
+            self._cache.forget(block)
+            self._withdrawn.add(block)
+            self._owned_above -= 1
+        elif not self._cache.retire(block):
+            heapq.heappush(self._free, block)

@@ -107,6 +107,7 @@ class EngineConfig:
     # None: no prompt is long.
     long_prompt_tokens: int | None = None
     long_prompt_share: float = 1.0
+    enable_prefix_caching: bool = True
     max_num_queued_reqs: int = 1024
     api_key: str | None = field(default=None, repr=False)
     host: str = "0.0.0.0"
@@ -160,6 +161,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         watermark=flags.read("watermark", _watermark, 0.0),
         long_prompt_tokens=flags.read("long_prompt_tokens", _positive_int(MAX_LENGTH), None),
         long_prompt_share=flags.read("long_prompt_share", _share, 1.0),
+        enable_prefix_caching=flags.read("enable_prefix_caching", bool, True),
         max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
         api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY", secret=True),
         host=flags.read("host", _text, "0.0.0.0"),
@@ -302,6 +304,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "--long-prompt-share",
         metavar="X",
         help="share of the pool up to which long prompts are admitted beside each other (1)",
+    )
+    batch.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="reuse the KV blocks of a prompt's known start (on)",
     )
     batch.add_argument(
         "--max-num-queued-reqs", metavar="N", help="waiting requests before 429 (1024)"

@@ -75,7 +75,13 @@ class EngineLoop:
         self._max_running = config.max_num_seqs
         self._planned_pool = start.planned_pool
         self._pool = self._commit_pool(start.memory.num_blocks)
-        self._scheduler = Scheduler(self._pool, config.block_size, scheduler_limits(start.limits))
+        self._prefix_caching = config.enable_prefix_caching
+        self._scheduler = Scheduler(
+            self._pool,
+            config.block_size,
+            scheduler_limits(start.limits),
+            prefix_caching=config.enable_prefix_caching,
+        )
         self._resizer = PoolResizer(self._pool, self._scheduler, executor)
         bytes_per_block = start.memory.figures.bytes_per_block
         self._watch = DeviceWatch(executor, clock(), lambda: self._pool.committed * bytes_per_block)
@@ -192,8 +198,11 @@ class EngineLoop:
             limits_reason=self._limits.reason,
             running=len(self._scheduler.running),
             waiting=self._scheduler.num_waiting,
+            prefix_caching=self._prefix_caching,
             steps=self._steps,
             preemptions=self._preemptions,
+            prefix_cache_queries=self._scheduler.prefix_cache_use.queries,
+            prefix_cache_hits=self._scheduler.prefix_cache_use.hits,
             recomputed_tokens=self._recomputed_tokens,
             allocation_failures_caught=self._allocation_failures,
             refused={},
@@ -324,6 +333,7 @@ class EngineLoop:
             prompt_logprobs=sampled.prompt_logprobs if sampled else (),
             finish_reason=stop.reason if stop else None,
             stop_reason=stop.token_id if stop else None,
+            num_cached_tokens=live.sequence.cached_tokens,
             first_scheduled_time=live.first_scheduled_time,
             preemptions=live.sequence.preemptions,
         )
@@ -355,7 +365,11 @@ class EngineLoop:
                     num_prompt_tokens=sequence.num_prompt_tokens,
                     num_generation_tokens=sequence.num_output_tokens,
                     max_tokens=sequence.params.max_tokens,
-                    num_prompt_computed_tokens=min(sequence.high_water, sequence.num_prompt_tokens),
+                    num_prompt_computed_tokens=max(
+                        0,
+                        min(sequence.high_water, sequence.num_prompt_tokens)
+                        - sequence.cached_tokens,
+                    ),
                     preemptions=sequence.preemptions,
                     arrival_time=sequence.request.arrival_time,
                     queued_time=live.queued_time,

@@ -189,6 +189,21 @@ class SnapshotCollector(Collector):
         yield from self._vllm_gauges(now)
         yield cache_config_info(now)
         yield self._counter("vllm:num_preemptions", "Preemptions.", now.preemptions)
+        yield self._counter(
+            "vllm:prefix_cache_queries",
+            "Tokens looked for in the prefix cache.",
+            now.prefix_cache_queries,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits",
+            "Tokens found in the prefix cache.",
+            now.prefix_cache_hits,
+        )
+        yield self._counter(
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found in the prefix cache.",
+            now.prefix_cache_hits,
+        )
         yield from self._memory(now)
         yield from self._limits(now)
         yield from self._counters(now)
@@ -303,7 +318,7 @@ def cache_config_info(now: EngineSnapshot) -> Metric:
     labels = {
         "block_size": str(now.block_size),
         "cache_dtype": now.model.dtype,
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": str(now.prefix_caching),
         "engine": ENGINE,
         "gpu_memory_utilization": str(now.limits.gpu_memory_utilization),
         "kv_cache_max_concurrency": f"{tokens / now.ceiling:.2f}",

@@ -68,7 +68,7 @@ class FinishedRequest:
     num_prompt_tokens: int
     num_generation_tokens: int
     max_tokens: int
-    # Tokens of the prompt that this engine computed (all of them, without a prefix cache).
+    # Tokens of the prompt that were computed, not found in the prefix cache.
     num_prompt_computed_tokens: int
     preemptions: int
     arrival_time: float
@@ -133,9 +133,13 @@ class EngineSnapshot:
 
     running: int
     waiting: int
+    prefix_caching: bool
     # Counters since the start.
     steps: int
     preemptions: int
+    # In tokens, of first admissions.
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     recomputed_tokens: int
     allocation_failures_caught: int
     # Every reason has an entry.

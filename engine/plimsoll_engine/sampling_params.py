@@ -51,4 +51,6 @@ class Request:
     arrival_time: float
     # Smaller is served first.
     priority: int = 0
+    # Requests find each other's cached blocks only under the same salt.
+    cache_salt: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)

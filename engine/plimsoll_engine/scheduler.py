@@ -16,6 +16,9 @@ The rules, and why:
   the free blocks are too few, but only until those that passed have had as many blocks as the
   pool has outside the lane: from then on nobody enters before it, and the blocks that come free
   are its. So both sides have a bound, in blocks, and a clock is not needed.
+* Blocks that already hold the start of a request's tokens are shared with it instead of computed
+  again, but for its last token, which has to be computed to sample from. A preempted request so
+  finds what is left of its own.
 * What a long request grows by its output is not held against the lane: preempting it would cost
   the whole prompt again for a few blocks.
 * Blocks for output are taken as they fill. When there is none, the last running request gives all
@@ -32,6 +35,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from plimsoll_engine.blocks import BlockPool
+from plimsoll_engine.prefix_cache import PrefixHashes
 from plimsoll_engine.sampling_params import Request
 from plimsoll_engine.sequence import Sequence, SequenceState
 from plimsoll_engine.waiting import WaitingQueue, in_order, insert, remove
@@ -72,6 +76,14 @@ class ScheduledStep:
 
 
 @dataclass(frozen=True)
+class PrefixCacheUse:
+    """In tokens, over all first admissions: those looked for, and those found."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True)
 class CompletedStep:
     """In tokens. ``prompt_tokens`` counts a prompt once, when its last token is computed."""
 
@@ -82,7 +94,16 @@ class CompletedStep:
 class Scheduler:
     """``limits`` may be replaced between steps. A smaller max_num_seqs ends no running request."""
 
-    def __init__(self, pool: BlockPool, block_size: int, limits: SchedulerLimits) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        limits: SchedulerLimits,
+        *,
+        prefix_caching: bool = False,
+    ) -> None:
+        self.prefix_cache_use = PrefixCacheUse()
+        self._prefix_caching = prefix_caching
         self._limits = limits
         self._pool = pool
         self._block_size = block_size
@@ -150,7 +171,11 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """The caller has checked that the request fits the usable pool alone."""
-        sequence = Sequence(request, (request.priority, self._arrivals))
+        prefix = None
+        if self._prefix_caching:
+            keys = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+            prefix = PrefixHashes(self._block_size, keys)
+        sequence = Sequence(request, (request.priority, self._arrivals), prefix)
         self._arrivals += 1
         self._waiting.add(sequence)
         return sequence
@@ -199,7 +224,7 @@ class Scheduler:
                 self._admit(entering)
                 admitted.append(entering)
                 count = min(entering.remaining, budget)
-                chunks.append(ScheduledChunk(entering, 0, count))
+                chunks.append(ScheduledChunk(entering, entering.computed, count))
                 budget -= count
         return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
 
@@ -219,6 +244,7 @@ class Scheduler:
             recomputed_tokens += max(0, min(before, end) - chunk.start)
             sequence.computed = end
             sequence.high_water = max(before, end)
+            self._name_blocks(sequence)
             if sequence.request_id in sampled:
                 sequence.tokens.append(sampled[sequence.request_id])
         return CompletedStep(prompt_tokens, recomputed_tokens)
@@ -243,7 +269,7 @@ class Scheduler:
         missing = self.blocks_for(end) - len(sequence.blocks)
         if missing <= 0:
             return True
-        while (ids := self._pool.allocate(sequence.request_id, missing)) is None:
+        while (ids := self._pool.allocate(missing)) is None:
             if len(preempted) == MAX_PREEMPTIONS_PER_STEP:
                 return False
             victim = self._running[-1]
@@ -263,26 +289,38 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.request_id, sequence.blocks)
+        self._pool.release(sequence.blocks)
         sequence.blocks = ()
+        sequence.named_blocks = 0
 
     def _find_next(self) -> Sequence | None:
         """Who of the waiting enters now: the first, or a short one past a long one."""
         if len(self._running) >= self.limits.max_num_seqs:
             return None
         long, short = self._waiting.first_long, self._waiting.first_short
-        if long is not None and (short is None or long.order < short.order):
-            if self._lane_admits(long):
-                if self._fits(long):
-                    return long
-                if not self._may_overtake(short, long):
-                    return None
+        long_first = long is not None and (short is None or long.order < short.order)
+        if long is not None and long_first and self._lane_admits(long):
+            if self._fits(long):
+                return long
+            if not self._may_overtake(short, long):
+                return None
         return short if short is not None and self._fits(short) else None
 
     def _fits(self, sequence: Sequence) -> bool:
         # Alone, a request may take the last block: it fits, or it would not be here.
         reserve = self.reserved_blocks if self._running else 0
-        return self.blocks_for(len(sequence.tokens)) + reserve <= self._pool.free
+        room = self._pool.free - reserve
+        count = self.blocks_for(len(sequence.tokens))
+        # What others hold costs nothing; it is looked for only when that decides.
+        return count <= room or count - self._pool.count_owned(self._find_cached(sequence)) <= room
+
+    def _find_cached(self, sequence: Sequence) -> tuple[int, ...]:
+        """Blocks that hold the start of its tokens; at least one token is left to compute."""
+        # Log-probabilities of a prompt come from computing it.
+        if sequence.prefix is None or sequence.params.prompt_logprobs is not None:
+            return ()
+        count = (len(sequence.tokens) - 1) // self._block_size
+        return self._pool.find(sequence.prefix.of(sequence.tokens, count))
 
     def _lane_admits(self, sequence: Sequence) -> bool:
         held = self.lane_blocks
@@ -294,14 +332,38 @@ class Scheduler:
             return False
         return long.overtaken_by < self._pool.usable - self.lane_capacity
 
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Makes the blocks that were filled findable."""
+        full = sequence.computed // self._block_size
+        if sequence.prefix is None or full <= sequence.named_blocks:
+            return
+        hashes = sequence.prefix.of(sequence.tokens, full)
+        for place in range(sequence.named_blocks, full):
+            self._pool.remember(sequence.blocks[place], hashes[place])
+        sequence.named_blocks = full
+
     def _admit(self, sequence: Sequence) -> None:
+        cached = self._find_cached(sequence)
         count = self.blocks_for(len(sequence.tokens))
-        ids = self._pool.allocate(sequence.request_id, count)
+        ids = self._pool.allocate(count - len(cached), cached)
         assert ids is not None, "_find_next has counted them"
         long = self._waiting.first_long
         if long is not None and long.order < sequence.order and self._lane_admits(long):
             long.overtaken_by += count
         self._waiting.remove(sequence)
         sequence.blocks = ids
+        sequence.named_blocks = len(cached)
+        sequence.computed = len(cached) * self._block_size
+        self._count_use(sequence)
         sequence.state = SequenceState.RUNNING
         insert(self._running, sequence)
+
+    def _count_use(self, sequence: Sequence) -> None:
+        """Of a request's first admission alone: to find one's own blocks again is no merit."""
+        if sequence.prefix is None or sequence.preemptions:
+            return
+        sequence.cached_tokens = sequence.computed
+        use = self.prefix_cache_use
+        self.prefix_cache_use = PrefixCacheUse(
+            use.queries + len(sequence.tokens), use.hits + sequence.computed
+        )

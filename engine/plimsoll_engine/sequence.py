@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from plimsoll_engine.executor import SequenceChunk
+from plimsoll_engine.prefix_cache import PrefixHashes
 from plimsoll_engine.reports import FinishReason
 from plimsoll_engine.sampling_params import Request, SamplingParams
 
@@ -28,6 +29,8 @@ class Sequence:
     request: Request
     # Smaller goes first, in the queue and among the running: (priority, number of arrival).
     order: tuple[int, int]
+    # Names the content of its blocks; None where nobody would look for it.
+    prefix: PrefixHashes | None = None
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     state: SequenceState = SequenceState.WAITING
@@ -36,6 +39,10 @@ class Sequence:
     # Most tokens ever computed: below it, after a preemption, everything is recomputation.
     high_water: int = 0
     preemptions: int = 0
+    # Of ``blocks``, how many have been told to the pool with their content.
+    named_blocks: int = 0
+    # Tokens of the prompt that were found computed when it was first admitted.
+    cached_tokens: int = 0
     # Blocks of those that entered before it though they came later.
     overtaken_by: int = 0
 

@@ -19,7 +19,8 @@ def script(request_id: str, position: int) -> int:
 
 
 def build_harness() -> LoopHarness:
-    config = EngineConfig(model="m", block_size=4, max_model_len=24)
+    # All prompts here are alike: with their blocks shared there would be room for both.
+    config = EngineConfig(model="m", block_size=4, max_model_len=24, enable_prefix_caching=False)
     harness = LoopHarness(8, config=config, script=script)
     assert harness.loop.snapshot().usable_blocks == 8
     return harness

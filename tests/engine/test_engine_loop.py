@@ -319,7 +319,8 @@ class TestRefusedMemory:
         harness.run()
         assert widths == [200, 100, 100]
         for number in range(40):
-            harness.submit(str(number), 200, 1)
+            tokens = tuple(range(number, number + 200))
+            harness.submit(str(number), 200, 1, prompt_token_ids=tokens)
         harness.run()
         # 32 steps of half the tokens, then all of them again.
         assert max(widths[1:33]) == 100

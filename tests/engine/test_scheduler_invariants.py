@@ -41,8 +41,9 @@ class EngineMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 4),
         watermark=st.sampled_from([0.0, 0.1, 0.3]),
         segment=st.sampled_from([1, 3]),
+        caching=st.booleans(),
     )
-    def start(self, budget: int, seqs: int, watermark: float, segment: int) -> None:
+    def start(self, budget: int, seqs: int, watermark: float, segment: int, caching: bool) -> None:
         config = EngineConfig(
             model="m",
             block_size=BLOCK,
@@ -50,6 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             watermark=watermark,
+            enable_prefix_caching=caching,
         )
         self.harness = LoopHarness(BLOCKS, config=config, script=script, segment_blocks=segment)
         self.bounds = (budget, seqs)
@@ -60,13 +62,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         sizes=st.lists(
-            st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 1)),
+            st.tuples(
+                st.integers(1, 24), st.integers(1, 24), st.integers(0, 1), st.sampled_from([0, 8])
+            ),
             min_size=1,
             max_size=5,
         )
     )
-    def submit(self, sizes: list[tuple[int, int, int]]) -> None:
-        for prompt, output, priority in sizes:
+    def submit(self, sizes: list[tuple[int, int, int, int]]) -> None:
+        """Prompts that begin alike: up to their own length, and up to where one differs."""
+        for prompt, output, priority, same in sizes:
             state = self.harness.loop.admission_state()
             refused = judge(state, [Lengths(prompt, output)])
             if refused is not None:
@@ -75,7 +80,11 @@ class EngineMachine(RuleBasedStateMachine):
                 continue
             request_id = str(len(self.sizes))
             self.sizes[request_id] = (prompt, output)
-            self.harness.submit(request_id, prompt, output, priority=priority)
+            own = tuple(range(500, 500 + max(0, prompt - same))) if same else ()
+            tokens = (*range(prompt - len(own)), *own)
+            self.harness.submit(
+                request_id, prompt, output, priority=priority, prompt_token_ids=tokens
+            )
 
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
@@ -114,8 +123,19 @@ class EngineMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 4),
         budget=st.integers(4, 64),
         neighbour=st.integers(0, 4),
+        long=st.sampled_from([None, 8, 16]),
+        share=st.sampled_from([0.3, 0.7, 1.0]),
     )
-    def move_limits(self, blocks: int, length: int, seqs: int, budget: int, neighbour: int) -> None:
+    def move_limits(
+        self,
+        blocks: int,
+        length: int,
+        seqs: int,
+        budget: int,
+        neighbour: int,
+        long: int | None,
+        share: float,
+    ) -> None:
         executor = self.harness.executor
         executor.bytes_elsewhere = neighbour * executor.figures.bytes_per_block
         self.revision += 1
@@ -124,6 +144,8 @@ class EngineMachine(RuleBasedStateMachine):
             gpu_memory_utilization=min(1.0, utilization_of(executor, blocks)),
             max_num_seqs=min(seqs, self.bounds[1]),
             max_num_batched_tokens=min(budget, self.bounds[0]),
+            long_prompt_tokens=long,
+            long_prompt_share=share,
         )
         before = self.harness.loop.snapshot()
         result = self.harness.loop.move_limits(self.revision, asked)

@@ -84,13 +84,22 @@ class LoopHarness:
         max_tokens: int,
         *,
         priority: int = 0,
+        prompt_token_ids: tuple[int, ...] | None = None,
+        cache_salt: str | None = None,
         **params: object,
     ) -> None:
+        """``prompt_token_ids`` takes the place of ``prompt`` tokens of any value."""
         request = build_request(
             request_id, prompt, max_tokens, priority=priority, now=self.clock.now
         )
-        changed = replace(request.params, **params)  # type: ignore[arg-type]
-        self.loop.add(replace(request, params=changed), self.outputs[request_id].append)
+        changed = replace(
+            request,
+            params=replace(request.params, **params),  # type: ignore[arg-type]
+            prompt_token_ids=prompt_token_ids or request.prompt_token_ids,
+            cache_salt=cache_salt,
+        )
+        self.executor.tokens[request_id] = dict(enumerate(changed.prompt_token_ids))
+        self.loop.add(changed, self.outputs[request_id].append)
 
     def step(self) -> None:
         self.clock.now += self._seconds

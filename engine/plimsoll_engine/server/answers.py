@@ -71,6 +71,7 @@ class Answer(ABC):
         self._continuous_usage = request.continuous_usage
         self._created = int(time.time())
         self._num_tokens = [0] * (len(prompts) * self._n)
+        self._cached_tokens = [0] * len(self._num_tokens)
 
     @abstractmethod
     def parts(self, delta: ChoiceDelta) -> list[Part]:
@@ -110,18 +111,20 @@ class Answer(ABC):
         yield DONE
 
     def usage(self) -> dict[str, Any]:
-        """Each prompt counts once, whatever n is."""
+        """Each prompt counts once, whatever n is: its cached tokens are those that the first of
+        its choices found."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
         completion_tokens = sum(self._num_tokens)
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens[:: self._n])},
         }
 
     def _count(self, delta: ChoiceDelta) -> list[Part]:
         self._num_tokens[delta.index] = delta.num_tokens
+        self._cached_tokens[delta.index] = delta.num_cached_tokens
         return self.parts(delta)
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class ChoiceDelta:
     num_tokens: int
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    # Tokens of its prompt that were found in the prefix cache.
+    num_cached_tokens: int = 0
 
 
 class _Choice:
@@ -92,6 +94,7 @@ class _Choice:
             self._num_tokens,
             finish_reason,
             stop_reason,
+            output.num_cached_tokens,
         )
 
 
@@ -106,6 +109,7 @@ class Generation:
         *,
         arrival_time: float,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         self._core = core
         self._loop = asyncio.get_running_loop()
@@ -115,7 +119,7 @@ class Generation:
         self._choices = [
             _Choice(
                 index,
-                Request(f"{prefix}-{index}", token_ids, params, arrival_time, priority),
+                Request(f"{prefix}-{index}", token_ids, params, arrival_time, priority, cache_salt),
                 decoder,
             )
             for index, (token_ids, params) in enumerate(sequences)

@@ -69,6 +69,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
     priority: int | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)] | None = None
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

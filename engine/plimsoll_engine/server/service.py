@@ -263,6 +263,7 @@ class Service:
             sequences,
             arrival_time=arrival_time,
             priority=request.priority or 0,
+            cache_salt=request.cache_salt,
         )
         self.metrics.request_params_n(request.n or 1)
         async with AsyncExitStack() as stack:
