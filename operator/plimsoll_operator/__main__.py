@@ -55,6 +55,11 @@ def parse_arguments(
         help="serves /healthz, /readyz and /metrics (default %(default)s)",
     )
     parser.add_argument(
+        "--network-policy",
+        action="store_true",
+        help="open the engines' control port to the operator's pods in POD_NAMESPACE alone",
+    )
+    parser.add_argument(
         "--leader-elect",
         action="store_true",
         help="work only while holding a Lease; several operators stand by for each other",
@@ -76,7 +81,13 @@ def parse_arguments(
         help="of this operator in the Lease (POD_NAME; default: host name and a random suffix)",
     )
     parser.add_argument("--verbose", action="store_true", help="log every request and event")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.operator_namespace = environ.get("POD_NAMESPACE") if options.network_policy else None
+    if options.network_policy and not options.operator_namespace:
+        parser.error(
+            "--network-policy: POD_NAMESPACE is not set; expected the operator's namespace"
+        )
+    return options
 
 
 def quiet() -> None:
@@ -95,7 +106,10 @@ async def run(options: argparse.Namespace) -> None:
 
     async def work() -> None:
         telemetry.leader.set(1)
-        controller = Controller(Options(options.engine_image, clusterwide), telemetry=telemetry)
+        controller = Controller(
+            Options(options.engine_image, clusterwide, options.operator_namespace),
+            telemetry=telemetry,
+        )
         await kopf.operator(
             memo=controller,
             # Never the shared peering object, whatever the cluster holds (see handlers.start).

@@ -22,6 +22,7 @@ from plimsoll_operator.resources import (
     LEASE,
     LLM_DEPLOYMENT,
     MEMORY_PROFILE,
+    NETWORK_POLICY,
     POD,
     SECRET,
     SERVICE,
@@ -37,6 +38,7 @@ __all__ = [
     "LEASE",
     "LLM_DEPLOYMENT",
     "MEMORY_PROFILE",
+    "NETWORK_POLICY",
     "POD",
     "SECRET",
     "SERVICE",
@@ -51,7 +53,15 @@ Json = dict[str, Any]
 
 _BY_KIND = {
     resource.kind: resource
-    for resource in (SERVICE, SECRET, CONFIG_MAP, STATEFUL_SET, DISRUPTION_BUDGET, MEMORY_PROFILE)
+    for resource in (
+        SERVICE,
+        SECRET,
+        CONFIG_MAP,
+        STATEFUL_SET,
+        DISRUPTION_BUDGET,
+        NETWORK_POLICY,
+        MEMORY_PROFILE,
+    )
 }
 
 

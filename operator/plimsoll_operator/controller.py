@@ -26,10 +26,12 @@ DEFAULT_ENGINE_IMAGE = f"plimsoll/engine:{__version__}"
 @dataclass(frozen=True)
 class Options:
     """``engine_image`` serves deployments that name none. ``clusterwide`` False: what lies outside
-    of the watched namespaces is not even asked for, since it needs rights of the whole cluster."""
+    of the watched namespaces is not even asked for, since it needs rights of the whole cluster.
+    ``operator_namespace``: the control channel is open to the operator's pods there alone."""
 
     engine_image: str = DEFAULT_ENGINE_IMAGE
     clusterwide: bool = True
+    operator_namespace: str | None = None
 
 
 class Controller:
@@ -101,6 +103,7 @@ class Controller:
             self._engines,
             key,
             engine_image=self._options.engine_image,
+            operator_namespace=self._options.operator_namespace,
             carried=self._carried.get(key),
             now=now,
         )

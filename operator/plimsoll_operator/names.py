@@ -45,6 +45,10 @@ def selector(deployment: str) -> dict[str, str]:
     }
 
 
+# Labels of the operator's own pods (the chart sets them).
+OPERATOR_SELECTOR = {"app.kubernetes.io/name": "plimsoll-operator"}
+
+
 def labels(deployment: str) -> dict[str, str]:
     """Labels of every child object."""
     return {

@@ -35,6 +35,7 @@ def children(deployment: str) -> tuple[tuple[Resource, str], ...]:
         (api.SERVICE, names.headless_service(deployment)),
         (api.SERVICE, deployment),
         (api.DISRUPTION_BUDGET, deployment),
+        (api.NETWORK_POLICY, deployment),
         (api.STATEFUL_SET, deployment),
     )
 

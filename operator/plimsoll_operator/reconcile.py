@@ -88,6 +88,7 @@ async def reconcile(
     key: Key,
     *,
     engine_image: str,
+    operator_namespace: str | None = None,
     carried: Carried | None,
     now: float,
 ) -> Passed | None:
@@ -146,6 +147,7 @@ async def reconcile(
         credentials=credentials,
         limits=decision.limits,
         revision=decision.revision,
+        operator_namespace=operator_namespace,
     )
 
     # 5. Apply. Nothing is written over somebody else's object.

@@ -303,7 +303,7 @@ class TestInstallation:
             values = ("--reuse-values", f"--set=watchNamespaces={{{namespace}}}")
             installed("upgrade", "plimsoll", str(CHART), "-n", namespace, *values)
         kubeconfig = _as_service_account(installed, control_plane, server.namespace, tmp_path)
-        expected = {"StatefulSet", "Service", "Secret", "ConfigMap"}
+        expected = {"StatefulSet", "Service", "Secret", "ConfigMap", "NetworkPolicy"}
 
         async def complete() -> bool:
             return expected <= {key.split()[0] for key in await server.versions()}
@@ -356,10 +356,15 @@ async def _start_operator(
         "plimsoll_operator",
         f"--health-port={port}",
         "--leader-elect",
+        "--network-policy",
         f"--lease-name={namespace}",
         f"--lease-namespace={namespace}",
         *(f"--namespace={name}" for name in watched),
-        env={**os.environ, "KUBECONFIG": os.fspath(kubeconfig)},
+        env={
+            **os.environ,
+            "KUBECONFIG": os.fspath(kubeconfig),
+            "POD_NAMESPACE": namespace,
+        },
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )

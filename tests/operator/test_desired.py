@@ -42,6 +42,7 @@ def children(limits: Limits = NO_LIMITS, **spec: Any) -> dict[str, Json | None]:
         credentials=CREDENTIALS,
         limits=limits,
         revision=3,
+        operator_namespace="ops",
     )
     return {f"{kind} {name}": body for (kind, name), body in built.items()}
 
@@ -63,6 +64,7 @@ def test_what_a_pod_mounts_is_applied_before_the_pods() -> None:
         "Service assistant-pods",
         "Service assistant",
         "PodDisruptionBudget assistant",
+        "NetworkPolicy assistant",
         "StatefulSet assistant",
     ]
 
@@ -107,6 +109,40 @@ def test_a_single_replica_has_no_disruption_budget() -> None:
     assert budget is not None
     assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     assert budget["spec"]["maxUnavailable"] == 1
+
+
+def test_the_control_port_is_the_operators_and_every_other_is_open() -> None:
+    policy = children()["NetworkPolicy assistant"]
+    assert policy is not None
+    spec, labels = policy["spec"], template()["metadata"]["labels"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    assert spec["policyTypes"] == ["Ingress"]
+    (control,) = (rule for rule in spec["ingress"] if "from" in rule)
+    assert control["ports"] == [{"port": names.CONTROL_PORT, "protocol": "TCP"}]
+    (peer,) = control["from"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "ops"}
+    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "plimsoll-operator"}
+    (others,) = (rule for rule in spec["ingress"] if "from" not in rule)
+    open_ports = {
+        port
+        for entry in others["ports"]
+        if entry["protocol"] == "TCP"
+        for port in range(entry["port"], entry.get("endPort", entry["port"]) + 1)
+    }
+    assert open_ports == set(range(1, 65536)) - {names.CONTROL_PORT}
+
+
+def test_an_operator_outside_of_the_cluster_makes_no_network_policy() -> None:
+    parsed = deployment()
+    built = build_children(
+        parsed,
+        step=Step(replicas=1, partition=0, reason=StepReason.SETTLED),
+        template=build_pod_template(parsed, IMAGE),
+        credentials=CREDENTIALS,
+        limits=NO_LIMITS,
+        revision=3,
+    )
+    assert built["NetworkPolicy", "assistant"] is None
 
 
 def test_the_service_sends_port_80_to_the_engines_http_port() -> None:

@@ -45,6 +45,7 @@ CHILDREN = (
     (api.SERVICE, "-pods"),
     (api.SECRET, "-control"),
     (api.CONFIG_MAP, "-limits"),
+    (api.NETWORK_POLICY, ""),
 )
 
 

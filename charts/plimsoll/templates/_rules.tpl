@@ -28,6 +28,9 @@
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, create, patch, delete]
 # Engine pods are made by the StatefulSet; a broken one is deleted to be made anew.
 - apiGroups: [""]
   resources: [pods]
