@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,9 +27,12 @@ from plimsoll_engine.control.reports import (
     build_memory_report,
     limits_from_wire,
 )
-from plimsoll_engine.core import EngineCore
+from plimsoll_engine.limits import Limits, LimitsResult
 from plimsoll_wire import engine_control_pb2 as wire
 from plimsoll_wire import engine_control_pb2_grpc as wire_grpc
+
+if TYPE_CHECKING:
+    from plimsoll_engine.core import EngineCore
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # What is in force now.
@@ -48,6 +51,33 @@ KEEPALIVE_SECONDS = 20
 KEEPALIVE_ANSWER_SECONDS = 10
 WATCH_INTERVAL_SECONDS = 1.0
 MAX_DRAIN_SECONDS = 3600.0
+
+
+class Controlled(Protocol):
+    """What a channel drives: an engine's core or the gate. Called on the channel's threads."""
+
+    def build_report(self) -> wire.MemoryReport: ...
+
+    def set_limits(self, revision: int, limits: Limits) -> LimitsResult: ...
+
+    def drain(self, timeout: float) -> wire.DrainResponse: ...
+
+
+class ControlledCore:
+    def __init__(self, core: EngineCore, identity: EngineIdentity) -> None:
+        self._core = core
+        self._identity = identity
+
+    def build_report(self) -> wire.MemoryReport:
+        return build_memory_report(self._identity, self._core.snapshot())
+
+    def set_limits(self, revision: int, limits: Limits) -> LimitsResult:
+        return self._core.set_limits(revision, limits)
+
+    def drain(self, timeout: float) -> wire.DrainResponse:
+        drained = self._core.drain(timeout)
+        now = self._core.snapshot()
+        return wire.DrainResponse(drained=drained, running=now.running, waiting=now.waiting)
 
 
 class Places:
@@ -74,9 +104,8 @@ class Places:
 
 
 class EngineControl(wire_grpc.EngineControlServicer):
-    def __init__(self, core: EngineCore, identity: EngineIdentity) -> None:
-        self._core = core
-        self._identity = identity
+    def __init__(self, controlled: Controlled) -> None:
+        self._controlled = controlled
         self._watchers = Places("WatchState", MAX_WATCHERS)
         self._drains = Places("Drain", MAX_DRAINS)
         self._stopping = threading.Event()
@@ -84,13 +113,13 @@ class EngineControl(wire_grpc.EngineControlServicer):
     def GetMemoryReport(
         self, request: wire.GetMemoryReportRequest, context: grpc.ServicerContext
     ) -> wire.MemoryReport:
-        return build_memory_report(self._identity, self._core.snapshot())
+        return self._controlled.build_report()
 
     def SetLimits(
         self, request: wire.SetLimitsRequest, context: grpc.ServicerContext
     ) -> wire.SetLimitsResponse:
         limits = limits_from_wire(request.limits)
-        return build_limits_response(self._core.set_limits(request.revision, limits))
+        return build_limits_response(self._controlled.set_limits(request.revision, limits))
 
     def WatchState(
         self, request: wire.WatchStateRequest, context: grpc.ServicerContext
@@ -100,7 +129,7 @@ class EngineControl(wire_grpc.EngineControlServicer):
         context.add_callback(ended.set)
         with self._watchers.take(context):
             while not self._stopping.is_set() and not ended.is_set():
-                report = build_memory_report(self._identity, self._core.snapshot())
+                report = self._controlled.build_report()
                 if sent is None or _state(report) != _state(sent):
                     sent = report
                     yield report
@@ -116,9 +145,7 @@ class EngineControl(wire_grpc.EngineControlServicer):
                 f"from 0 to {MAX_DRAIN_SECONDS:.0f}",
             )
         with self._drains.take(context):
-            drained = self._core.drain(request.timeout_seconds)
-        now = self._core.snapshot()
-        return wire.DrainResponse(drained=drained, running=now.running, waiting=now.waiting)
+            return self._controlled.drain(request.timeout_seconds)
 
     def stop(self) -> None:
         """Ends the streams, at the latest after their next look."""
@@ -137,19 +164,18 @@ class Reflection(reflection.ReflectionServicer):
             yield from super().ServerReflectionInfo(request_iterator, context)
 
 
-class ControlServer:
+class ControlChannel:
     """Listens from construction on, answers from ``start`` on."""
 
     def __init__(
         self,
-        core: EngineCore,
-        identity: EngineIdentity,
+        controlled: Controlled,
         *,
         port: int,
         credentials: Credentials | None,
     ) -> None:
         """``port`` 0 takes a free one. Raises ConfigError when the port cannot be had."""
-        self._control = EngineControl(core, identity)
+        self._control = EngineControl(controlled)
         self._health = health.HealthServicer()
         self._server = grpc.server(
             ThreadPoolExecutor(WORKERS, thread_name_prefix="control"),
@@ -194,6 +220,21 @@ class ControlServer:
     def stop(self, grace_seconds: float = 1.0) -> None:
         self._control.stop()
         self._server.stop(grace_seconds).wait(grace_seconds)
+
+
+class ControlServer(ControlChannel):
+    """The channel of an engine's core."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        identity: EngineIdentity,
+        *,
+        port: int,
+        credentials: Credentials | None,
+    ) -> None:
+        """As ControlChannel."""
+        super().__init__(ControlledCore(core, identity), port=port, credentials=credentials)
 
 
 class BearerAuth(grpc.ServerInterceptor):

@@ -1,0 +1,1 @@
+"""The gate: the engine's admission policy as an HTTP proxy before stock vLLM."""
