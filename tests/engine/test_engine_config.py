@@ -212,3 +212,17 @@ def test_lengths_are_read_as_vllm_reads_them(text: str, tokens: int | None) -> N
 )
 def test_sizes_are_read_as_kubernetes_writes_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), True),
+        (("--enable-prefix-caching",), True),
+        (("--no-enable-prefix-caching",), False),
+    ],
+)
+def test_the_prefix_cache_has_a_flag_for_on_and_one_for_off(
+    flags: tuple[str, ...], expected: bool
+) -> None:
+    assert parse_args(("--model", "m", *flags), {}).enable_prefix_caching is expected

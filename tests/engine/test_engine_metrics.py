@@ -37,6 +37,9 @@ GAUGES = [
 COUNTERS = [
     "vllm:num_preemptions_total",
     "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
     "vllm:generation_tokens_total",
     "plimsoll:allocation_failures_caught_total",
     "plimsoll:recomputed_tokens_total",
