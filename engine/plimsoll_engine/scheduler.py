@@ -55,7 +55,8 @@ class SchedulerLimits:
     long_prompt_share: float = 1.0
 
 
-@dataclass(frozen=True)
+# Not frozen: each request of each step makes one, and frozen ones take three times as long to make.
+@dataclass(slots=True)
 class ScheduledChunk:
     """Tokens [start, start + count) of a sequence."""
 
@@ -204,18 +205,22 @@ class Scheduler:
         # Decoding requests first: one token each, and a long prompt does not hold them up. Only
         # they allocate here; a prompt has had its blocks since its admission. So victims, from the
         # end of the order, are never in ``chunks`` yet.
-        decoding = [s for s in self._running if s.remaining <= 1]
-        prompts = [s for s in self._running if s.remaining > 1]
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self._running:
+            (decoding if sequence.remaining <= 1 else prompts).append(sequence)
         for sequence in chain(decoding, prompts):
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            count = min(sequence.remaining, budget)
-            if not self._make_room(sequence, sequence.computed + count, preempted):
+            start, count = sequence.computed, sequence.remaining
+            count = min(count, budget)
+            held = len(sequence.blocks) * self._block_size
+            if start + count > held and not self._make_room(sequence, start + count, preempted):
                 starved = True
                 continue
-            chunks.append(ScheduledChunk(sequence, sequence.computed, count))
+            chunks.append(ScheduledChunk(sequence, start, count))
             budget -= count
 
         admitted: list[Sequence] = []
@@ -241,12 +246,16 @@ class Scheduler:
             before, end = sequence.high_water, chunk.start + chunk.count
             if before < sequence.num_prompt_tokens <= end:
                 prompt_tokens += sequence.num_prompt_tokens
-            recomputed_tokens += max(0, min(before, end) - chunk.start)
+            if before > chunk.start:
+                recomputed_tokens += min(before, end) - chunk.start
             sequence.computed = end
-            sequence.high_water = max(before, end)
-            self._name_blocks(sequence)
-            if sequence.request_id in sampled:
-                sequence.tokens.append(sampled[sequence.request_id])
+            if end > before:
+                sequence.high_water = end
+            if sequence.prefix is not None:
+                self._name_blocks(sequence)
+            token = sampled.get(sequence.request_id)
+            if token is not None:
+                sequence.tokens.append(token)
         return CompletedStep(prompt_tokens, recomputed_tokens)
 
     def check(self) -> None:

@@ -31,6 +31,8 @@ class Sequence:
     order: tuple[int, int]
     # Names the content of its blocks; None where nobody would look for it.
     prefix: PrefixHashes | None = None
+    # The request's, read so often that a look through it would show.
+    request_id: str = field(init=False)
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     state: SequenceState = SequenceState.WAITING
@@ -47,12 +49,9 @@ class Sequence:
     overtaken_by: int = 0
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def params(self) -> SamplingParams:

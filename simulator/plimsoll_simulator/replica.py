@@ -77,10 +77,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class Step:
-    """A step under way. ``beyond`` bytes are its activations above the reserve."""
+    """A step under way. ``answering`` get their first token by it, ``ending`` their last; ``beyond``
+    bytes are its activations above the reserve."""
 
     scheduled: ScheduledStep
     sampled: dict[str, int]
+    answering: list[Sequence]
+    ending: list[Sequence]
     duration: float
     beyond: float
 
@@ -209,17 +212,11 @@ class Replica:
         counters.prompt_tokens += done.prompt_tokens
         counters.generation_tokens += len(step.sampled)
         counters.computed_tokens += step.scheduled.num_tokens
-        finished = []
-        for chunk in step.scheduled.chunks:
-            sequence = chunk.sequence
-            produced = len(sequence.tokens) - sequence.num_prompt_tokens
-            if produced == 1:
-                record = self.live[sequence.request_id]
-                if record.first_token is None and sequence.request_id in step.sampled:
-                    record.first_token = now
-            if produced >= sequence.request.params.max_tokens:
-                finished.append(self._finish(sequence, now))
-        return finished
+        for sequence in step.answering:
+            record = self.live[sequence.request_id]
+            if record.first_token is None:
+                record.first_token = now
+        return [self._finish(sequence, now) for sequence in step.ending]
 
     def drop_all(self) -> list[RequestRecord]:
         """Those that were in flight, and are lost."""
@@ -236,13 +233,9 @@ class Replica:
         if limits != self.scheduler.limits:
             self.scheduler.limits = limits
 
-    def set_line(self, utilization: float) -> None:
-        """Moves the cache to what ``utilization`` gives; blocks in use above it are waited for, and
-        what lives may grow to its end."""
-        self.utilization = utilization
-        self.settle_line()
-
-    def settle_line(self) -> None:
+    def settle_line(self, now: float) -> None:
+        """The cache follows ``utilization``: blocks in use above the line are waited for, what lives
+        may grow to its end, and no more is mapped than is free."""
         if self.settings.num_gpu_blocks_override is not None:
             return
         wanted = pool_blocks(self.hardware, self.model, self.utilization)
@@ -251,6 +244,8 @@ class Replica:
         if wanted == pool.usable == pool.committed:
             return
         if wanted > pool.committed:
+            room = self.memory.free(now, pool.committed) // self.memory.block_bytes
+            wanted = min(wanted, pool.committed + room)
             pool.set_committed(wanted)
         if wanted != pool.usable:
             pool.set_usable(wanted)
@@ -263,6 +258,8 @@ class Replica:
     def _measure(self, scheduled: ScheduledStep) -> Step:
         prefills: list[Prefill] = []
         sampled: dict[str, int] = {}
+        answering: list[Sequence] = []
+        ending: list[Sequence] = []
         decoding = held = tokens = longest = rows = 0
         for chunk in scheduled.chunks:
             sequence, count = chunk.sequence, chunk.count
@@ -277,10 +274,15 @@ class Replica:
                 if sequence.request.params.prompt_logprobs is not None:
                     rows += count
             if end == len(sequence.tokens):
-                sampled[sequence.request.request_id] = sequence.tokens[0]
+                sampled[sequence.request_id] = sequence.tokens[0]
+                produced = end + 1 - sequence.num_prompt_tokens
+                if produced == 1:
+                    answering.append(sequence)
+                if produced >= sequence.request.params.max_tokens:
+                    ending.append(sequence)
         duration = self._step_time(prefills, decoding, held)
         beyond = self.memory.activations_beyond_profile(tokens, longest, rows)
-        return Step(scheduled, sampled, duration, beyond)
+        return Step(scheduled, sampled, answering, ending, duration, beyond)
 
     def _note_preempted(self, scheduled: ScheduledStep) -> None:
         for sequence in scheduled.preempted:

@@ -266,7 +266,7 @@ class Fleet:
     def _tick(self, now: float) -> None:
         for replica in self.replicas:
             if replica.state is not ReplicaState.DOWN:
-                replica.settle_line()
+                replica.settle_line(now)
                 if replica.memory.overflows(now, replica.committed, -replica.memory.profiled):
                     self._die(replica, now, DeathCause.OOM, 0.0)
             self.record.samples.append(_sample(replica, now))
