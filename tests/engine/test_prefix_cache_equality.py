@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.config import DeviceType, DType, EngineConfig
-from plimsoll_engine.executor import Executor, StepBatch
+from plimsoll_engine.executor import Executor
 from plimsoll_engine.runner import build_executor
 from plimsoll_engine.sampling_params import Request, SamplingParams
-from plimsoll_engine.scheduler import Scheduler, SchedulerLimits
-from plimsoll_engine.sequence import build_chunk, find_stop
+from support.model_loop import ModelLoop, output_of
 from support.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
-
-BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -48,34 +44,23 @@ def serve(
     executor: Executor, requests: Sequence[Request], *, caching: bool, blocks: int, budget: int
 ) -> Served:
     """Two requests arrive in every third step."""
-    pool = BlockPool(executor.resize_kv(blocks), blocks)
-    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=budget)
-    scheduler = Scheduler(pool, BLOCK, limits, prefix_caching=caching)
+    loop = ModelLoop(executor, caching=caching, blocks=blocks, budget=budget)
     arriving = list(requests)
     sequences = {}
-    steps = preemptions = 0
-    while arriving or scheduler.running or scheduler.waiting:
+    steps = 0
+    while arriving or loop.has_work:
         if steps % 3 == 0:
             for request in arriving[:2]:
-                sequences[request.request_id] = scheduler.add(request)
+                sequences[request.request_id] = loop.add(request)
             del arriving[:2]
         steps += 1
-        step = scheduler.schedule()
-        preemptions += len(step.preempted)
-        if not step.chunks:
-            continue
-        batch = StepBatch(tuple(build_chunk(c.sequence, c.start, c.count) for c in step.chunks))
-        sampled = executor.execute(batch)
-        scheduler.complete(
-            step, {s.request_id: s.token_id for s in sampled if s.token_id is not None}
-        )
-        for chunk in step.chunks:
-            if find_stop(chunk.sequence):
-                scheduler.finish(chunk.sequence)
-        scheduler.check()
-    executor.resize_kv(0)
-    tokens = {name: s.tokens[s.num_prompt_tokens :] for name, s in sequences.items()}
-    return Served(tokens, scheduler.prefix_cache_use.hits, preemptions)
+        loop.step()
+    loop.close()
+    return Served(
+        {name: output_of(sequence) for name, sequence in sequences.items()},
+        loop.scheduler.prefix_cache_use.hits,
+        loop.preemptions,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +123,62 @@ def test_ranks_follow_the_block_tables_alone(executor: Executor, model: Path) ->
     assert cached.tokens == serve(executor, requests, caching=False, blocks=200, budget=64).tokens
     # The third and the fourth find two blocks each.
     assert cached.hits == 64
+
+
+def answer(
+    loop: ModelLoop, prompt: Sequence[int], *, end_after: int | None = None
+) -> tuple[list[int], int]:
+    """Output and cached tokens of one greedy request, alone. ``end_after`` so many tokens it is
+    ended from outside, as a stop string does it."""
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    sequence = loop.add(Request("r", tuple(prompt), params, arrival_time=0.0))
+    while loop.has_work:
+        loop.step()
+        if sequence.num_output_tokens == end_after:
+            loop.scheduler.finish(sequence)
+    return output_of(sequence), sequence.cached_tokens
+
+
+def answers_without_cache(executor: Executor, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    loop = ModelLoop(executor, caching=False, blocks=64, budget=20)
+    answers = [answer(loop, prompt)[0] for prompt in prompts]
+    loop.close()
+    return answers
+
+
+def test_b13_a_hit_does_not_change_the_answer(executor: Executor) -> None:
+    draw = random.Random(13)
+    p = draw.choices(range(VOCAB_SIZE), k=48)
+    other = [*p[:5], (p[5] + 1) % VOCAB_SIZE, *p[6:]]
+    prompts = [p, [*p, 7], [*p, *draw.choices(range(VOCAB_SIZE), k=20)], other]
+    expected = answers_without_cache(executor, prompts)
+
+    loop = ModelLoop(executor, caching=True, blocks=64, budget=20)
+    # It ends with its ninth token, in the middle of a block.
+    answer(loop, p, end_after=9)
+    for prompt, tokens, found in zip(
+        prompts, expected, [(32, 32), (48, 48), (48, 64), (0, 32)], strict=True
+    ):
+        for cached in found:
+            assert answer(loop, prompt) == (tokens, cached)
+    loop.close()
+
+
+def test_b13_nothing_is_found_before_it_is_computed_nor_of_what_was_aborted(
+    executor: Executor,
+) -> None:
+    p = random.Random(14).choices(range(VOCAB_SIZE), k=48)
+    (expected,) = answers_without_cache(executor, [p])
+    loop = ModelLoop(executor, caching=True, blocks=64, budget=20)
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    # 20 tokens are computed: one block, and four tokens of the next.
+    aborted = loop.add(Request("aborted", tuple(p), params, arrival_time=0.0))
+    loop.step()
+    loop.scheduler.finish(aborted)
+    first = loop.add(Request("first", tuple(p), params, arrival_time=0.0))
+    second = loop.add(Request("second", tuple(p), params, arrival_time=0.0))
+    loop.run()
+    # The second entered the step in which the first computed the last twelve tokens of 48.
+    assert (first.cached_tokens, second.cached_tokens) == (16, 32)
+    assert output_of(first) == output_of(second) == expected
+    loop.close()
