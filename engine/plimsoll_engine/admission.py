@@ -65,6 +65,14 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """Sequences that wait, and their tokens."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class AdmissionState:
     """What the decision depends on, lengths in tokens.
 
@@ -85,9 +93,12 @@ class AdmissionState:
     max_running_ever: int
     waiting: int
     max_waiting: int
-    # Blocks that the first of the waiting start with, for each running slot that is free.
-    next_blocks: tuple[int, ...]
+    # Tokens that the first of the waiting start with, for each running slot that is free.
+    next_tokens: tuple[int, ...]
     draining: bool
+    # Known tokens of all that wait, and how many may; None: no bound.
+    waiting_tokens: int = 0
+    max_waiting_tokens: int | None = None
     # Prompts that were accepted and that none of the above counts yet.
     arriving: tuple[int, ...] = ()
 
@@ -115,21 +126,40 @@ class AdmissionState:
             running=0,
             max_running=self.max_running_ever,
             waiting=0,
-            next_blocks=(),
+            waiting_tokens=0,
+            next_tokens=(),
             arriving=(),
         )
 
-    def queue_behind(self, prompts: Sequence[int]) -> int:
-        """How many wait when ``prompts`` have come too and all that can start has started. First
-        come, first served, as the scheduler does it: behind one that waits all others wait."""
-        arriving = [-(-tokens // self.block_size) for tokens in (*self.arriving, *prompts)]
-        running, free, started = self.running, self.free_blocks, 0
-        for blocks in (*self.next_blocks, *arriving):
+    def queue_behind(self, prompts: Sequence[int]) -> Queue:
+        """Who waits when ``prompts`` have come too and all that can start has started. First come,
+        first served: behind one that waits all others wait. The scheduler lets short ones pass a
+        long one, so that its queue may be shorter."""
+        arriving = (*self.arriving, *prompts)
+        sequences = self.waiting + len(arriving)
+        tokens = self.waiting_tokens + sum(arriving)
+        running, free = self.running, self.free_blocks
+        for each in (*self.next_tokens, *arriving):
+            blocks = -(-each // self.block_size)
             reserved = self.reserved_blocks if running else 0
             if running >= self.max_running or blocks + reserved > free:
                 break
-            running, free, started = running + 1, free - blocks, started + 1
-        return self.waiting + len(arriving) - started
+            running, free = running + 1, free - blocks
+            sequences, tokens = sequences - 1, tokens - each
+        return Queue(sequences, tokens)
+
+    def has_place_for(self, queue: Queue) -> bool:
+        """One alone may always wait, however long it is."""
+        most = self.max_waiting_tokens
+        tokens_fit = most is None or queue.tokens <= most or queue.sequences == 1
+        return queue.sequences <= self.max_waiting and tokens_fit
+
+    @property
+    def places(self) -> str:
+        """How many may wait, in words."""
+        if self.max_waiting_tokens is None:
+            return f"{self.max_waiting}"
+        return f"{self.max_waiting} of {self.max_waiting_tokens} tokens together"
 
 
 # The admitted length moves at the tuner's pace, a queue at the engine's.
@@ -153,14 +183,15 @@ def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None
             "or the number of requested output tokens.",
             param="input_tokens",
         )
-    if (queued := state.idle.queue_behind(prompts)) > state.max_waiting:
+    queued = state.idle.queue_behind(prompts)
+    if not state.has_place_for(queued):
         return Refused(
             400,
             RefusalReason.TOO_MANY_SEQUENCES,
             f"prompt times n: {len(prompts)} sequences of {sum(prompts)} prompt tokens are not "
             f"allowed in one request; expected as many as find a place in an idle engine: "
             f"{state.max_running_ever} run, within {state.planned_pool} tokens, and "
-            f"{state.max_waiting} wait (of these {queued} would have to)",
+            f"{state.places} wait (of these {queued.sequences} would have to)",
             param="n",
         )
     if state.draining:
@@ -175,13 +206,14 @@ def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None
             param="input_tokens",
             retry_after=_RETRY_AFTER_LENGTH,
         )
-    if state.queue_behind(prompts) > state.max_waiting:
+    if not state.has_place_for(state.queue_behind(prompts)):
+        waiting = state.queue_behind(())
         return Refused(
             429,
             RefusalReason.QUEUE_FULL,
-            f"The queue is full: {state.queue_behind(())} requests are waiting, "
-            f"{state.max_waiting} may, and this one has {len(prompts)} sequences. "
-            "Please retry later.",
+            f"The queue is full: {waiting.sequences} requests of {waiting.tokens} tokens are "
+            f"waiting, {state.places} may, and this one has {len(prompts)} sequences of "
+            f"{sum(prompts)} tokens. Please retry later.",
             retry_after=_RETRY_AFTER_QUEUE,
         )
     return None

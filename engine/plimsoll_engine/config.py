@@ -109,6 +109,8 @@ class EngineConfig:
     long_prompt_share: float = 1.0
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int = 1024
+    # None: no bound but the one above.
+    max_num_queued_tokens: int | None = None
     api_key: str | None = field(default=None, repr=False)
     host: str = "0.0.0.0"
     port: int = 8000
@@ -163,6 +165,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         long_prompt_share=flags.read("long_prompt_share", _share, 1.0),
         enable_prefix_caching=flags.read("enable_prefix_caching", bool, True),
         max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
+        max_num_queued_tokens=flags.read("max_num_queued_tokens", _positive_int(MAX_LENGTH), None),
         api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY", secret=True),
         host=flags.read("host", _text, "0.0.0.0"),
         port=flags.read("port", _port, 8000),
@@ -312,6 +315,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     batch.add_argument(
         "--max-num-queued-reqs", metavar="N", help="waiting requests before 429 (1024)"
+    )
+    batch.add_argument(
+        "--max-num-queued-tokens", metavar="N", help="tokens of waiting requests before 429 (off)"
     )
 
     server = parser.add_argument_group("server and control")

@@ -72,6 +72,7 @@ class EngineLoop:
         log.info("%s", start.memory.format())
         self._model = start.model
         self._max_waiting = config.max_num_queued_reqs
+        self._max_waiting_tokens = config.max_num_queued_tokens
         self._max_running = config.max_num_seqs
         self._planned_pool = start.planned_pool
         self._pool = self._commit_pool(start.memory.num_blocks)
@@ -173,8 +174,10 @@ class EngineLoop:
             max_running_ever=self._max_running,
             waiting=self._scheduler.num_waiting,
             max_waiting=self._max_waiting,
-            next_blocks=self._scheduler.next_blocks,
+            next_tokens=self._scheduler.next_tokens,
             draining=False,
+            waiting_tokens=self._scheduler.num_waiting_tokens,
+            max_waiting_tokens=self._max_waiting_tokens,
         )
 
     def snapshot(self) -> EngineSnapshot:

@@ -135,6 +135,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens
+
+    @property
     def slots_unused(self) -> int:
         """Token slots in owned blocks that hold no token yet."""
         return sum(len(s.blocks) * self._block_size - s.computed for s in self._running)
@@ -162,10 +166,10 @@ class Scheduler:
         return sum(len(s.blocks) for s in self._running if self._waiting.is_long(s))
 
     @property
-    def next_blocks(self) -> tuple[int, ...]:
-        """Blocks that the first of the waiting start with, for each running slot that is free."""
+    def next_tokens(self) -> tuple[int, ...]:
+        """Tokens that the first of the waiting start with, for each running slot that is free."""
         slots = max(0, self.limits.max_num_seqs - len(self._running))
-        return tuple(self.blocks_for(len(s.tokens)) for s in islice(self._waiting, slots))
+        return tuple(len(s.tokens) for s in islice(self._waiting, slots))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

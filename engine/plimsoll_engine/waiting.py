@@ -16,11 +16,12 @@ from plimsoll_engine.sequence import Sequence
 
 class WaitingQueue:
     """Iterates in order, over long and short alike. ``long_prompt_tokens``: a prompt of more
-    tokens is long; None: none is."""
+    tokens is long; None: none is. ``num_tokens`` are the known ones of all."""
 
     def __init__(
         self, long_prompt_tokens: int | None = None, sequences: Iterable[Sequence] = ()
     ) -> None:
+        self.num_tokens = 0
         self._long_prompt_tokens = long_prompt_tokens
         self._long: list[Sequence] = []
         self._short: list[Sequence] = []
@@ -47,9 +48,11 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         insert(self._lane_of(sequence), sequence)
+        self.num_tokens += len(sequence.tokens)
 
     def remove(self, sequence: Sequence) -> None:
         remove(self._lane_of(sequence), sequence)
+        self.num_tokens -= len(sequence.tokens)
 
     def _lane_of(self, sequence: Sequence) -> list[Sequence]:
         return self._long if self.is_long(sequence) else self._short

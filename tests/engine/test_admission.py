@@ -19,7 +19,7 @@ OPEN = AdmissionState(
     max_running_ever=2,
     waiting=0,
     max_waiting=4,
-    next_blocks=(),
+    next_tokens=(),
     draining=False,
 )
 
@@ -36,11 +36,11 @@ OPEN = AdmissionState(
         ({"usable_pool": 1024}, 1000, 25, 429, RefusalReason.OVER_ADMITTED_LENGTH, "shrunk pool"),
         ({"waiting": 3}, 10, 10, None, None, "the last place in the queue"),
         ({"waiting": 4}, 10, 10, 429, RefusalReason.QUEUE_FULL, "no place in the queue"),
-        ({"waiting": 4, "running": 1, "next_blocks": (1,)}, 10, 10, None, None, "one starts"),
+        ({"waiting": 4, "running": 1, "next_tokens": (16,)}, 10, 10, None, None, "one starts"),
         ({"running": 0, "arriving": (10,) * 5}, 10, 10, None, None, "two of those start"),
         ({"running": 0, "arriving": (10,) * 6}, 10, 10, 429, RefusalReason.QUEUE_FULL, "too many"),
         (
-            {"running": 1, "waiting": 4, "next_blocks": (1000,), "free_blocks": 1009},
+            {"running": 1, "waiting": 4, "next_tokens": (15985,), "free_blocks": 1009},
             10,
             10,
             429,
@@ -155,3 +155,42 @@ def test_an_idle_engine_never_says_later(
     )
     refused = judge(state, [Lengths(prompt, 1)] * count)
     assert refused is None or refused.status == 400
+
+
+# One sequence may run, one does, and another waits with 40 tokens.
+BOUNDED = replace(
+    OPEN,
+    running=1,
+    max_running=1,
+    max_running_ever=1,
+    waiting=1,
+    waiting_tokens=40,
+    max_waiting_tokens=100,
+)
+EMPTY_QUEUE = {"waiting": 0, "waiting_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "status", "why"),
+    [
+        ({}, [60], None, "with those that wait exactly the bound"),
+        ({}, [61], 429, "one token over it"),
+        (EMPTY_QUEUE, [500], None, "one alone may wait"),
+        (EMPTY_QUEUE, [1, 50, 51], 400, "in an idle engine two would wait, over the bound"),
+        (EMPTY_QUEUE | {"arriving": (41,)}, [60], 429, "one is on its way"),
+        ({"running": 0, "next_tokens": (40,)}, [100], None, "the one that waits starts"),
+        ({"max_waiting_tokens": None}, [5000], None, "no bound"),
+        ({"max_waiting": 1}, [1], 429, "the other bound"),
+    ],
+)
+def test_the_queue_is_bounded_in_tokens_too(
+    changes: dict[str, object], prompts: list[int], status: int | None, why: str
+) -> None:
+    state = replace(BOUNDED, **changes)  # type: ignore[arg-type]
+    refused = judge(state, [Lengths(prompt, 1) for prompt in prompts])
+    assert (refused and refused.status) == status, why
+    if status == 429:
+        assert refused is not None
+        assert refused.reason is RefusalReason.QUEUE_FULL
+        assert refused.retry_after is not None
+        assert f"{sum(prompts)} tokens" in refused.message

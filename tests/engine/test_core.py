@@ -168,6 +168,20 @@ def test_refusals_are_raised_at_the_door_and_counted() -> None:
         assert all(client.final.finish_reason is FinishReason.LENGTH for client in clients)
 
 
+def test_the_tokens_that_wait_are_bounded_too() -> None:
+    gate = Gate()
+    with running(gate, max_num_queued_tokens=25, max_num_seqs=1) as core:
+        clients = [submit(core, "running")]
+        assert gate.entered.wait(PATIENCE)
+        clients += [submit(core, "one"), submit(core, "two")]
+        with pytest.raises(Refused) as caught:
+            core.submit(build_request("three", 10, 4), Client())
+        assert (caught.value.status, caught.value.reason) == (429, RefusalReason.QUEUE_FULL)
+        assert "25 tokens" in caught.value.message
+        gate.open()
+        assert all(client.final.finish_reason is FinishReason.LENGTH for client in clients)
+
+
 def test_limits_are_in_the_snapshot_and_at_the_door_when_the_call_returns() -> None:
     with running() as core:
         result = core.set_limits(4, Limits(max_model_len=50))

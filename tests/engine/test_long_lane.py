@@ -45,6 +45,8 @@ class Lane:
         step = self.scheduler.schedule()
         self.scheduler.check()
         self.check_lane(step)
+        waiting = sum(len(sequence.tokens) for sequence in self.scheduler.waiting)
+        assert self.scheduler.num_waiting_tokens == waiting
         sampled = {
             chunk.sequence.request_id: 7
             for chunk in step.chunks

@@ -225,7 +225,7 @@ class Gate:
             max_running_ever=most,
             waiting=self.waiting,
             max_waiting=self.max_waiting,
-            next_blocks=(),
+            next_tokens=(),
             draining=self.draining,
         )
 
