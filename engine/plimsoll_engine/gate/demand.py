@@ -168,7 +168,7 @@ def _split(prompt: Any) -> list[Any]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _completion_prompt(given: _Completion, prompt: Any) -> Prompt:

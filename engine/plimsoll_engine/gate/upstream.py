@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import aiohttp
+import msgspec
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
@@ -35,6 +36,7 @@ COUNT_SECONDS = 120.0
 IDLE_SECONDS = 3.0
 MAX_ANSWER = 64 * 1024**2
 
+_JSON = {"Content-Type": "application/json"}
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -50,6 +52,21 @@ _HOP_BY_HOP = frozenset(
 )
 # Made anew for the upstream's connection.
 _OF_THIS_CONNECTION = frozenset({"host", "content-length", "expect"})
+
+
+class _Error(msgspec.Struct):
+    message: str
+    param: str | None = None
+
+
+class _Tokenized(msgspec.Struct):
+    """The token ids in it, which may be 100,000s, are passed over."""
+
+    count: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    error: _Error | None = None
+
+
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)
 
 
 class Upstream:
@@ -103,18 +120,16 @@ class Upstream:
         """
         given = {key: headers[key] for key in ("Authorization",) if key in headers}
         status, body = await self._ask(
-            "POST", "/tokenize", json_body=question, headers=given, seconds=COUNT_SECONDS
+            "POST", "/tokenize", question=question, headers=given, seconds=COUNT_SECONDS
         )
         try:
-            document = json.loads(body)
-        except (ValueError, RecursionError):
-            document = None
-        if status == 200 and isinstance(document, dict) and type(document.get("count")) is int:
-            return max(0, int(document["count"]))
-        error = document.get("error") if isinstance(document, dict) else None
-        if 400 <= status < 500 and isinstance(error, dict):
-            message, param = error.get("message"), error.get("param")
-            raise ApiError(status, str(message), param=None if param is None else str(param))
+            answer = _TOKENIZED.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            answer = _Tokenized()
+        if status == 200 and answer.count is not None:
+            return answer.count
+        if 400 <= status < 500 and answer.error is not None:
+            raise ApiError(status, answer.error.message, param=answer.error.param)
         raise ApiError(502, f"The upstream did not count the prompt: /tokenize answered {status}.")
 
     async def relay(
@@ -163,7 +178,7 @@ class Upstream:
         method: str,
         path: str,
         *,
-        json_body: Mapping[str, Any] | None = None,
+        question: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         seconds: float = QUESTION_SECONDS,
     ) -> tuple[int, bytes]:
@@ -172,8 +187,8 @@ class Upstream:
             async with self._open_session().request(
                 method,
                 self._base + path,
-                json=json_body,
-                headers={**self._own_headers, **(headers or {})},
+                data=None if question is None else msgspec.json.encode(question),
+                headers={**_JSON, **self._own_headers, **(headers or {})},
                 timeout=timeout,
                 allow_redirects=False,
             ) as answer:
@@ -218,13 +233,11 @@ def _forwarded(
     headers: Mapping[str, str], left_out: Iterable[str] = frozenset()
 ) -> CIMultiDict[str]:
     """Those of the message itself, in order, repeated ones too."""
-    named = {
-        token.strip().lower() for token in headers.get(hdrs.CONNECTION, "").split(",") if token
-    }
-    dropped = _HOP_BY_HOP | named | frozenset(left_out)
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in dropped
-    )
+    kept = CIMultiDict(headers)
+    named = headers.get(hdrs.CONNECTION, "").split(",")
+    for name in (*_HOP_BY_HOP, *left_out, *(each.strip() for each in named)):
+        kept.popall(name, None)
+    return kept
 
 
 def _no_answer(error: BaseException) -> ApiError:
@@ -234,4 +247,6 @@ def _no_answer(error: BaseException) -> ApiError:
 
 
 def _say(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    """In one line; what the parser says of bad HTTP has the place in further ones."""
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(":.")
