@@ -1,9 +1,10 @@
 """What the gate adds to a request and to a chunk: the same load on one upstream, with and without it.
 
-Three processes on the loopback address: an upstream that answers at once (this file with
-``--serve``), the gate as it is started in a pod, and the client, which alternates between the two
-ways from request to request, so that whatever else the machine does falls on both. Prints the
-gate's processor time, medians and p99 of each way, the difference of the medians and its spread
+Four processes on the loopback address: an upstream that answers at once (this file with
+``--serve``), the gate as it is started in a pod, a relay that reads nothing of what it passes on
+(``--relay``: the least that any proxy can cost on this machine), and the client, which takes the
+three ways in turn from request to request, so that whatever else the machine does falls on all.
+Prints the gate's processor time, medians and p99, the differences of the medians and their spread
 over the rounds; exits 1 above the goals (2 ms a request, 0.1 ms a chunk).
 
 The upstream stands for vLLM's HTTP side only: it counts by a table and computes nothing. So the
@@ -26,7 +27,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import psutil
@@ -43,9 +44,10 @@ MAX_MODEL_LEN = 32768
 
 @dataclass(frozen=True)
 class Ways:
-    """Two addresses, and the processor time that the gate has taken, in seconds."""
+    """Three addresses, and the processor time that the gate has taken, in seconds."""
 
     direct: str
+    relayed: str
     gated: str
     gate_seconds: Callable[[], float]
 
@@ -122,6 +124,51 @@ def serve(port: int) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
+# The least that any process between the two can cost: bytes are passed on unread.
+
+
+class Relay(asyncio.Protocol):
+    def __init__(self, port: int | None = None, peer: Relay | None = None) -> None:
+        self._port = port
+        self._peer = peer
+        self._early: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's are no asyncio.Transport by name.
+        self._transport = cast("asyncio.Transport", transport)
+        if self._port is not None:
+            connecting = asyncio.get_running_loop().create_connection(
+                lambda: Relay(peer=self), "127.0.0.1", self._port
+            )
+            asyncio.ensure_future(connecting).add_done_callback(self._join)
+
+    def _join(self, connected: asyncio.Future[tuple[asyncio.Transport, Relay]]) -> None:
+        self._peer = connected.result()[1]
+        for data in self._early:
+            self._peer.send(data)
+
+    def send(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        if self._peer is None:
+            self._early.append(data)
+        else:
+            self._peer.send(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._peer is not None and self._peer._transport is not None:
+            self._peer._transport.close()
+
+
+async def relay(port: int, upstream: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Relay(upstream), "127.0.0.1", port)
+    await server.serve_forever()
+
+
 # The client.
 
 
@@ -150,37 +197,38 @@ class Result:
     """In milliseconds; ``added`` has one difference of medians per round, ``cpu`` is the gate's
     own processor time."""
 
-    direct: list[float]
-    gated: list[float]
+    times: dict[str, list[float]]
     added: list[float]
+    added_by_relay: list[float]
     cpu: float
 
 
 async def compare(
     client: aiohttp.ClientSession, ways: Ways, row: Row, rounds: int, number: int
 ) -> Result:
-    """``concurrency`` workers, each of which takes both ways in turn."""
+    """``concurrency`` workers, each of which takes the ways in turn."""
 
     async def worker(times: dict[str, list[float]]) -> None:
         for index in range(max(1, number // row.concurrency)):
-            order = (ways.direct, ways.gated) if index % 2 == 0 else (ways.gated, ways.direct)
-            for base in order:
+            for base in order[index % 3 :] + order[: index % 3]:
                 times[base].append(await ask(client, base, row))
 
-    result = Result([], [], [], 0.0)
+    order = (ways.direct, ways.relayed, ways.gated)
+    result = Result({base: [] for base in order}, [], [], 0.0)
     started = ways.gate_seconds()
     for index in range(rounds + 1):
-        times: dict[str, list[float]] = {ways.direct: [], ways.gated: []}
+        times: dict[str, list[float]] = {base: [] for base in order}
         await asyncio.gather(*(worker(times) for _ in range(row.concurrency)))
         if index == 0:
             # Connections and caches are warm from here on.
             started = ways.gate_seconds()
             continue
-        direct, gated = times[ways.direct], times[ways.gated]
-        result.direct.extend(direct)
-        result.gated.extend(gated)
-        result.added.append(statistics.median(gated) - statistics.median(direct))
-    units = len(result.gated) * (row.chunks or 1)
+        medians = {base: statistics.median(times[base]) for base in order}
+        for base in order:
+            result.times[base].extend(times[base])
+        result.added.append(medians[ways.gated] - medians[ways.direct])
+        result.added_by_relay.append(medians[ways.relayed] - medians[ways.direct])
+    units = len(result.times[ways.gated]) * (row.chunks or 1)
     return replace(result, cpu=1000 * (ways.gate_seconds() - started) / units)
 
 
@@ -193,18 +241,21 @@ def show(row: Row, result: Result) -> bool:
     """Whether the goal was met."""
     added = statistics.median(result.added)
     met = row.goal_ms is None or added <= row.goal_ms
+    p50, p99 = 0.5, 0.99
+    direct, _, gated = result.times.values()
     figures = (
-        percentile(result.direct, 0.5),
-        percentile(result.direct, 0.99),
-        percentile(result.gated, 0.5),
-        percentile(result.gated, 0.99),
+        result.cpu,
+        percentile(direct, p50),
+        percentile(direct, p99),
+        percentile(gated, p50),
+        percentile(gated, p99),
+        statistics.median(result.added_by_relay),
         added,
-        min(result.added),
-        max(result.added),
     )
-    shown = "{:>9.3f}{:>9.3f}{:>9.3f}{:>9.3f}{:>9.3f} ({:.3f} to {:.3f})".format(*figures)
+    shown = "".join(f"{each:>9.3f}" for each in figures)
+    spread = f" ({min(result.added):.3f} to {max(result.added):.3f})"
     told = "" if met else f" above the goal of {row.goal_ms} ms"
-    print(f"{row.name:<32}{result.cpu:>8.3f}{shown}{told}", flush=True)
+    print(f"{row.name:<31}{shown}{spread}{told}", flush=True)
     return met
 
 
@@ -240,8 +291,9 @@ async def run(ways: Ways, arguments: argparse.Namespace) -> bool:
     print(f"{platform.machine()}, Python {platform.python_version()}; milliseconds")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"{os.cpu_count()} cores, load average {load} before the start")
-    print(f"{'':<32}{'gate':>8}{'direct':>18}{'by the gate':>18}{'added':>9} (spread)")
-    print(f"{'':<32}{'CPU':>8}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}{'p50':>9}")
+    print(f"{'':<31}{'gate':>9}{'direct':>18}{'by the gate':>18}{'added by':>18}")
+    heads = ("CPU", "p50", "p99", "p50", "p99", "a relay", "the gate")
+    print(f"{'':<31}" + "".join(f"{each:>9}" for each in heads) + " (spread)")
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         for row in rows(arguments.chunks):
             number = arguments.streams if row.chunks else arguments.requests
@@ -257,18 +309,25 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="per way and round")
     parser.add_argument("--chunks", type=int, default=100, help="of a stream")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--relay", type=int, nargs=2, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve)
         return 0
-    upstream_port, gate_port = free_port(), free_port()
-    direct, gated = (f"http://127.0.0.1:{port}" for port in (upstream_port, gate_port))
+    if arguments.relay:
+        uvloop.run(relay(*arguments.relay))
+        return 0
+    ports = [free_port() for _ in range(3)]
+    upstream_port, relay_port, gate_port = ports
+    direct, relayed, gated = (f"http://127.0.0.1:{port}" for port in ports)
+    between = [sys.executable, __file__, "--relay", str(relay_port), str(upstream_port)]
     upstream = [sys.executable, __file__, "--serve", str(upstream_port)]
     gate = [sys.executable, "-m", "plimsoll_engine.gate", "--upstream", direct]
     gate += ["--host", "127.0.0.1", "--port", str(gate_port), "--control-port", "0"]
     gate += ["--max-num-seqs", "64"]
     with (
         process(upstream, f"{direct}/v1/models"),
+        process(between, f"{relayed}/v1/models"),
         process(gate, f"{gated}/v1/models") as running,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
@@ -277,7 +336,7 @@ def main() -> int:
             times = running.cpu_times()
             return float(times.user + times.system)
 
-        return 0 if runner.run(run(Ways(direct, gated, gate_seconds), arguments)) else 1
+        return 0 if runner.run(run(Ways(direct, relayed, gated, gate_seconds), arguments)) else 1
 
 
 if __name__ == "__main__":

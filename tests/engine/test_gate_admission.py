@@ -100,6 +100,17 @@ async def test_what_finds_no_place_waits_in_order_and_above_the_queue_is_a_429()
         assert sorted(order) == [[1], [2], [3]]
 
 
+async def test_the_queue_is_bounded_in_tokens_too() -> None:
+    async with open_gate(max_num_seqs=1, max_num_queued_tokens=100) as harness:
+        tasks = [harness.complete([1], 1), harness.complete([2] * 60, 1)]
+        await until(lambda: harness.gate.waiting == 1)
+        assert (await refused(harness.complete([3] * 41, 1)))["code"] == 429
+        tasks.append(harness.complete([4] * 40, 1))
+        for _ in tasks:
+            (await harness.next()).answer_json()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200, 200]
+
+
 async def test_a_wider_limit_starts_those_that_wait() -> None:
     async with open_gate(max_num_seqs=4) as harness:
         harness.gate.set_limits(1, Limits(max_num_seqs=1))

@@ -173,6 +173,7 @@ async def open_gate(
             read_limits(config),
             max_model_len=config.max_model_len,
             max_waiting=config.max_num_queued_reqs,
+            max_waiting_tokens=config.max_num_queued_tokens,
         )
         app = GateApp(gate, max_body=config.max_body, api_key=config.api_key)
         runner = build_runner(app)

@@ -35,6 +35,8 @@ class GateConfig:
     # Sequences that are at the upstream at once; what comes above it waits here.
     max_num_seqs: int = 256
     max_num_queued_reqs: int = 1024
+    # Prompt tokens of all that wait together; None: no bound.
+    max_num_queued_tokens: int | None = None
     # None: no prompt is long.
     long_prompt_tokens: int | None = None
     long_prompt_share: float = 1.0
@@ -146,6 +148,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "min_model_len": _length,
     "max_num_seqs": _whole(1, MAX_REQUESTS),
     "max_num_queued_reqs": _whole(1, MAX_REQUESTS),
+    "max_num_queued_tokens": _length,
     "long_prompt_tokens": _length,
     "long_prompt_share": _share,
     "tokenizer": Path,
@@ -177,6 +180,9 @@ def _build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-num-seqs", metavar="N", help="sequences upstream at once (256)")
     limits.add_argument(
         "--max-num-queued-reqs", metavar="N", help="waiting sequences before 429 (1024)"
+    )
+    limits.add_argument(
+        "--max-num-queued-tokens", metavar="N", help="their prompt tokens before 429 (unbounded)"
     )
     limits.add_argument(
         "--long-prompt-tokens", metavar="N", help="prompts of more tokens are long (off)"

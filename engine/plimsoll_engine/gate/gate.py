@@ -45,13 +45,15 @@ class Gate:
         *,
         max_model_len: int | None,
         max_waiting: int,
+        max_waiting_tokens: int | None = None,
     ) -> None:
         self.upstream = upstream
         self.limits = limits
         self.state: UpstreamState | None = None
         self.draining = False
         self.refused = dict.fromkeys(RefusalReason, 0)
-        self.max_waiting = max_waiting
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
         self._counter = counter
         self._max_model_len = max_model_len
         self._ceiling: int | None = None
@@ -150,7 +152,7 @@ class Gate:
 
     def _check_sequences(self, demand: Demand) -> None:
         """Before a list of them is made: ``n`` is any number."""
-        allowed = self.limits.max_num_seqs_ever + self.max_waiting
+        allowed = self.limits.max_num_seqs_ever + self._max_waiting
         if demand.sequences > allowed:
             raise Refused(
                 400,
@@ -167,7 +169,7 @@ class Gate:
     @contextmanager
     def _arriving(self) -> Iterator[None]:
         """Counts a request while it is measured: also these have a bound."""
-        most = self.limits.max_num_seqs_ever + self.max_waiting
+        most = self.limits.max_num_seqs_ever + self._max_waiting
         if self._in_hand >= most:
             message = f"The queue is full: {self._in_hand} requests are here. Please retry later."
             raise Refused(429, RefusalReason.QUEUE_FULL, message, retry_after=2)
@@ -224,7 +226,9 @@ class Gate:
             max_running=limits.max_num_seqs,
             max_running_ever=most,
             waiting=self.waiting,
-            max_waiting=self.max_waiting,
+            max_waiting=self._max_waiting,
+            waiting_tokens=sum(each.prompt_tokens for each in self._lanes.waiting),
+            max_waiting_tokens=self._max_waiting_tokens,
             next_tokens=(),
             draining=self.draining,
         )

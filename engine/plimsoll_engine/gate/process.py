@@ -7,6 +7,7 @@ not there yet, or no longer, ends nothing: it is told to clients and probes unti
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -51,6 +52,7 @@ def run_gate(config: GateConfig) -> int:
                 limits,
                 max_model_len=config.max_model_len,
                 max_waiting=config.max_num_queued_reqs,
+                max_waiting_tokens=config.max_num_queued_tokens,
             )
             runner.run(_serve(config, gate, listener, credentials))
     except ConfigError as error:
@@ -116,6 +118,9 @@ async def _serve(
         observing = asyncio.create_task(_observe_on(gate))
         if control is not None:
             control.start()
+        # What is here stays: looking through it again and again only makes clients wait.
+        gc.collect()
+        gc.freeze()
         log.info("plimsoll %s: the gate before %s is open", __version__, config.upstream)
         await signals.get()
         app.terminating = True
