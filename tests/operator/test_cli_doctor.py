@@ -17,7 +17,7 @@ from plimsoll_operator.cli.app import run
 from plimsoll_operator.cli.definitions import own_definitions
 from plimsoll_operator.cli.doctor import Facts, Finding, Level, Operator
 from plimsoll_operator.cli.explain import explain
-from plimsoll_operator.cli.permissions import OPERATOR_RULES, USER_RULES, Access, accesses
+from plimsoll_operator.cli.permissions import USER_RULES, Access, accesses, operator_accesses
 from plimsoll_operator.cli.server import Conflict, Forbidden, NotFound, refusal, verb
 from plimsoll_operator.cli.view import read_view
 from plimsoll_operator.spec import TuningMode
@@ -60,7 +60,7 @@ WELL = Facts(
     definitions={name: installed(name) for name in OWN},
     operators=(OPERATOR,),
     user=dict.fromkeys(accesses(USER_RULES, "default"), True),
-    operator=dict.fromkeys(accesses(OPERATOR_RULES, "default"), True),
+    operator=dict.fromkeys(operator_accesses("ops", "plimsoll", ()), True),
     views=(read_view(deployment()),),
 )
 
@@ -96,7 +96,7 @@ NEWER["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
 UNSERVED = installed(LLMD)
 UNSERVED["spec"]["versions"][0]["served"] = False
 USER = list(accesses(USER_RULES, "default"))
-OPERATORS = list(accesses(OPERATOR_RULES, "default"))
+OPERATORS = list(operator_accesses("ops", "plimsoll", ()))
 
 
 # One thing amiss -> level and words.
@@ -149,7 +149,7 @@ OPERATORS = list(accesses(OPERATOR_RULES, "default"))
         (
             {"operator": {**WELL.operator, OPERATORS[5]: False}},
             Level.PROBLEM,
-            "it may not get memoryprofiles.plimsoll.dev in default",
+            "it may not get memoryprofiles.plimsoll.dev",
         ),
         ({"operator": {OPERATORS[0]: None}}, Level.NOTE, "operator's permissions: not checked"),
         ({"views": None}, Level.NOTE, "LLMDeployments: not checked"),
@@ -193,7 +193,25 @@ def test_an_operator_is_read_from_its_deployment(image: str, version: str | None
         "metadata": {"name": "plimsoll", "namespace": "ops"},
         "spec": {"template": {"spec": {"containers": [{"name": "operator", "image": image}]}}},
     }
-    assert doctor.read_operator(body) == Operator("ops", "plimsoll", "default", version, 0, 1)
+    found = doctor.read_operator(body)
+    assert found == Operator("ops", "plimsoll", "default", version, 0, 1, lease="plimsoll")
+
+
+def test_an_operator_of_some_namespaces_needs_its_rights_there_alone() -> None:
+    arguments = ["--leader-elect", "--lease-name=blue", "--namespace=a", "--namespace=b"]
+    container = {"name": "operator", "image": "o:1", "args": arguments}
+    body: Json = {
+        "metadata": {"name": "plimsoll", "namespace": "ops"},
+        "spec": {"template": {"spec": {"containers": [container]}}},
+    }
+    found = doctor.read_operator(body)
+    assert (found.lease, found.served) == ("blue", ("a", "b"))
+    wanted = set(operator_accesses("ops", found.lease, found.served))
+    assert {access.namespace for access in wanted} == {"a", "b", "ops"}
+    leases = {(a.verb, a.name) for a in wanted if a.resource == "leases"}
+    assert leases == {("create", None), ("get", "blue"), ("update", "blue")}
+    everywhere = set(operator_accesses("ops", "blue", ()))
+    assert {access.namespace for access in everywhere} == {None, "ops"}
 
 
 def test_kubernetes_versions() -> None:
@@ -217,6 +235,7 @@ def test_a_review_names_resource_and_subresource() -> None:
         "resource": "llmdeployments",
         "subresource": "status",
         "namespace": "prod",
+        "name": "",
     }
 
 

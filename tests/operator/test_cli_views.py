@@ -313,6 +313,37 @@ def test_pin_of_nothing_is_refused() -> None:
         pin.render(view(drain="soon"), NOW)
 
 
+def with_lane() -> Json:
+    changed = copy.deepcopy(STATUS)
+    lane = {"watermark": 0.02, "longPromptTokens": 2048, "longPromptShare": 0.5}
+    changed["tuning"]["current"] = {"maxModelLen": 4096, "gpuMemoryUtilization": 0.84, **lane}
+    return changed
+
+
+def test_limits_without_a_word_in_the_spec_are_explained_and_pinned_as_flags() -> None:
+    text = explained(view(with_lane()))
+    assert "prompts of more than 2048 tokens hold at most 50% of the cache together" in text
+    assert "an admission leaves 2.0% of the cache free" in text
+    own = {"maxModelLen": 8192, "extraArgs": ["--watermark=0.05", "--seed=1"]}
+    engine = yaml.safe_load(pin.render(view(with_lane(), engine=own), NOW))["spec"]["engine"]
+    assert engine["extraArgs"] == [
+        "--watermark=0.05",
+        "--seed=1",
+        "--long-prompt-tokens=2048",
+        "--long-prompt-share=0.5",
+    ]
+
+
+def test_every_limit_that_moves_has_its_name() -> None:
+    moved = copy.deepcopy(STATUS)
+    for parameter, before, after in (("maxNumSeqs", 256, 128), ("longPromptShare", 0.5, 0.25)):
+        entry = {**LOWERED, "parameter": parameter, "from": before, "to": after}
+        moved["tuning"]["history"] = [entry]
+        (row,) = top.build_rows([resource(moved)], NOW)
+        form = f"{before} -> {after}" if before > 1 else "0.50 -> 0.25"
+        assert row.last == f"2m ago: {parameter} {form}"
+
+
 # hold and resume
 
 

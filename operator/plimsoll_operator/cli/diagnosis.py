@@ -30,10 +30,7 @@ def gather(server: Server, definitions: Iterable[str]) -> Facts:
     views = _views(server)
     operator_answers: dict[Access, bool | None] = {}
     if operators:
-        # An operator of one namespace has its role there alone.
-        served: list[str | None] = [*sorted({view.namespace for view in views or ()})]
-        served = served or [server.namespace]
-        operator_answers = dict(_account_answers(server, operators[0], served))
+        operator_answers = dict(_account_answers(server, operators[0]))
     return Facts(
         kubernetes=kubernetes,
         definitions=_definitions(server, definitions),
@@ -78,16 +75,14 @@ def _own_answers(server: Server) -> Iterator[tuple[Access, bool | None]]:
         yield access, _ask(server, "selfsubjectaccessreviews", body)
 
 
-def _account_answers(
-    server: Server, operator: Operator, namespaces: Iterable[str | None]
-) -> Iterator[tuple[Access, bool | None]]:
-    for namespace in namespaces:
-        for access in permissions.accesses(permissions.OPERATOR_RULES, namespace):
-            body = permissions.review_of_account(access, operator.namespace, operator.account)
-            answer = _ask(server, "subjectaccessreviews", body)
-            yield access, answer
-            if answer is None:
-                return
+def _account_answers(server: Server, operator: Operator) -> Iterator[tuple[Access, bool | None]]:
+    wanted = permissions.operator_accesses(operator.namespace, operator.lease, operator.served)
+    for access in wanted:
+        body = permissions.review_of_account(access, operator.namespace, operator.account)
+        answer = _ask(server, "subjectaccessreviews", body)
+        yield access, answer
+        if answer is None:
+            return
 
 
 def _ask(server: Server, reviews: str, body: Json) -> bool | None:

@@ -39,7 +39,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Operator:
-    """One installed operator; ``version`` is its image's tag."""
+    """One installed operator; ``version`` is its image's tag, ``served`` the namespaces that it is
+    for (none named: all)."""
 
     namespace: str
     name: str
@@ -47,6 +48,8 @@ class Operator:
     version: str | None
     ready: int
     replicas: int
+    lease: str = ""
+    served: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -235,8 +238,10 @@ def read_operator(deployment: Json) -> Operator:
     """From a Deployment of the chart."""
     metadata, spec = deployment["metadata"], deployment["spec"]
     pod = spec["template"]["spec"]
-    image = next((c["image"] for c in pod["containers"] if c["name"] == "operator"), "")
-    tag = image.rpartition("/")[2].partition("@")[0].partition(":")[2]
+    containers = pod["containers"]
+    container = next((c for c in containers if c["name"] == "operator"), containers[0])
+    tag = container["image"].rpartition("/")[2].partition("@")[0].partition(":")[2]
+    leases = _flags(container, "--lease-name")
     return Operator(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -244,7 +249,15 @@ def read_operator(deployment: Json) -> Operator:
         version=tag or None,
         ready=deployment.get("status", {}).get("readyReplicas", 0),
         replicas=spec.get("replicas", 1),
+        lease=leases[-1] if leases else metadata["name"],
+        served=_flags(container, "--namespace"),
     )
+
+
+def _flags(container: Json, flag: str) -> tuple[str, ...]:
+    """The values of ``flag``, written as the chart writes it: ``--flag=value``."""
+    arguments = container.get("args", ())
+    return tuple(a.partition("=")[2] for a in arguments if a.startswith(f"{flag}="))
 
 
 def read_kubernetes(version: Json) -> tuple[int, int] | None:

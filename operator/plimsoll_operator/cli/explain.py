@@ -15,7 +15,7 @@ from plimsoll_operator.spec import Deployment, TuningMode
 from plimsoll_operator.tuning.bounds import active_blocks
 from plimsoll_operator.tuning.policy import DEFAULT_POLICY
 from plimsoll_operator.tuning.settings import tuning_settings
-from plimsoll_operator.tuning.values import Learned
+from plimsoll_operator.tuning.values import Learned, Limits
 
 _SOURCES = {
     "Spec": "the spec's own values",
@@ -80,6 +80,7 @@ def _in_force(view: View, now: float) -> tuple[str, ...]:
             f"engines may fill {words.utilization(current.gpu_memory_utilization)} of the "
             "device's memory"
         )
+        lines += _lane(view.state.limits)
         meaning = _SOURCES.get(view.source or "")
         if meaning:
             lines.append(f"source {view.source}: {meaning}")
@@ -98,6 +99,18 @@ def _in_force(view: View, now: float) -> tuple[str, ...]:
     if not view.answered:
         lines.append("the operator has not answered the present spec yet")
     return tuple(lines)
+
+
+def _lane(limits: Limits) -> list[str]:
+    lines = []
+    if limits.long_prompt_tokens is not None and limits.long_prompt_share is not None:
+        lines.append(
+            f"prompts of more than {limits.long_prompt_tokens} tokens hold at most "
+            f"{limits.long_prompt_share:.0%} of the cache together; shorter ones may overtake them"
+        )
+    if limits.watermark is not None:
+        lines.append(f"an admission leaves {limits.watermark:.1%} of the cache free")
+    return lines
 
 
 def _start(view: View, deployment: Deployment) -> tuple[str, ...]:

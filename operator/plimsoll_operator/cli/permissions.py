@@ -1,4 +1,4 @@
-"""What the operator must be allowed to do (the chart's ClusterRole), and what this command needs.
+"""What the operator must be allowed to do (the chart's roles), and what this command needs.
 
 Out: access reviews to ask the API server for. tests/e2e/test_cli.py holds the table against the
 chart.
@@ -6,13 +6,22 @@ chart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from plimsoll_operator import names
 
 Json = dict[str, Any]
+
+
+class Scope(StrEnum):
+    """Where a rule is needed."""
+
+    SERVED = "in each namespace that is served"
+    OWN = "in the operator's own namespace"
+    CLUSTER = "in the cluster, by an operator of all namespaces"
 
 
 @dataclass(frozen=True)
@@ -22,17 +31,19 @@ class Rule:
     group: str
     resources: tuple[str, ...]
     verbs: tuple[str, ...]
-    cluster_scoped: bool = False
+    scope: Scope = Scope.SERVED
 
 
 @dataclass(frozen=True)
 class Access:
-    """One verb on one resource; ``namespace`` None: of no namespace, or of all."""
+    """One verb on one resource; ``namespace`` None: of no namespace, or of all; ``name`` None: of
+    every object."""
 
     verb: str
     group: str
     resource: str
     namespace: str | None
+    name: str | None = None
 
     @property
     def text(self) -> str:
@@ -49,6 +60,7 @@ class Access:
             "resource": resource,
             "subresource": subresource,
             "namespace": self.namespace or "",
+            "name": self.name or "",
         }
 
 
@@ -61,14 +73,17 @@ OPERATOR_RULES = (
     Rule("", ("services", "configmaps", "secrets"), ("get", "create", "patch", "delete")),
     Rule("apps", ("statefulsets",), ("get", "list", "watch", "create", "patch", "delete")),
     Rule("policy", ("poddisruptionbudgets",), ("get", "create", "patch", "delete")),
+    Rule("networking.k8s.io", ("networkpolicies",), ("get", "create", "patch", "delete")),
     Rule("", ("pods",), ("get", "list", "watch", "delete")),
     Rule("", ("events",), ("create",)),
     Rule(
         "apiextensions.k8s.io",
         ("customresourcedefinitions",),
         ("get", "list", "watch"),
-        cluster_scoped=True,
+        Scope.CLUSTER,
     ),
+    # Which of the operator's pods works; read and written by name.
+    Rule("coordination.k8s.io", ("leases",), ("create", "get", "update"), Scope.OWN),
 )
 
 # Without the first nothing is shown; without one of the others a command or two do not work.
@@ -80,12 +95,27 @@ USER_RULES = (
 )
 
 
-def accesses(rules: tuple[Rule, ...], namespace: str | None) -> Iterator[Access]:
+def accesses(rules: Iterable[Rule], namespace: str | None) -> Iterator[Access]:
+    """One for each verb and resource, all in ``namespace``."""
     for rule in rules:
         for resource in rule.resources:
             for verb in rule.verbs:
-                where = None if rule.cluster_scoped else namespace
-                yield Access(verb, rule.group, resource, where)
+                yield Access(verb, rule.group, resource, namespace)
+
+
+def operator_accesses(own: str, lease: str, served: Iterable[str]) -> Iterator[Access]:
+    """What an operator in namespace ``own`` needs to serve namespaces; none named: all of them."""
+    served = tuple(served)
+    for where in served or (None,):
+        yield from accesses(_of(Scope.SERVED), where)
+    if not served:
+        yield from accesses(_of(Scope.CLUSTER), None)
+    for access in accesses(_of(Scope.OWN), own):
+        yield access if access.verb == "create" else replace(access, name=lease)
+
+
+def _of(scope: Scope) -> tuple[Rule, ...]:
+    return tuple(rule for rule in OPERATOR_RULES if rule.scope is scope)
 
 
 def review_of_self(access: Access) -> Json:

@@ -13,9 +13,16 @@ from plimsoll_operator import names
 from plimsoll_operator.cli import words
 from plimsoll_operator.cli.errors import CommandError
 from plimsoll_operator.cli.view import View
-from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.spec import Deployment, TuningMode
+from plimsoll_operator.tuning.values import LANE, Limits, Parameter
 
 Json = dict[str, Any]
+
+_FLAGS = {
+    Parameter.WATERMARK: "--watermark",
+    Parameter.LONG_PROMPT_TOKENS: "--long-prompt-tokens",
+    Parameter.LONG_PROMPT_SHARE: "--long-prompt-share",
+}
 
 
 def build_pin(view: View) -> Json:
@@ -27,11 +34,12 @@ def build_pin(view: View) -> Json:
         raise CommandError(
             f"{view.namespace}/{view.name}: status.effective is empty: nothing is in force yet"
         )
-    engine = {
+    engine: Json = {
         "gpuMemoryUtilization": current.gpu_memory_utilization,
         "maxModelLen": current.max_model_len,
         "maxNumSeqs": current.max_num_seqs,
         "maxNumBatchedTokens": current.max_num_batched_tokens,
+        "extraArgs": _arguments(view.deployment, view.state.limits),
     }
     tuning: Json = {"mode": TuningMode.OFF.value}
     bounds = view.deployment.tuning.max_model_len
@@ -47,6 +55,18 @@ def build_pin(view: View) -> Json:
             "tuning": tuning,
         },
     }
+
+
+def _arguments(deployment: Deployment, limits: Limits) -> list[str] | None:
+    """The user's own with a flag for each limit that the spec has no word for; None: as they are."""
+    own = deployment.engine.extra_args
+    pinned = []
+    for parameter in LANE:
+        flag, value = _FLAGS[parameter], limits.value(parameter)
+        given = any(argument.partition("=")[0] == flag for argument in own)
+        if value is not None and not given:
+            pinned.append(f"{flag}={value:g}")
+    return [*own, *pinned] if pinned else None
 
 
 def render(view: View, now: float) -> str:
@@ -76,6 +96,7 @@ def _flags_that_change(view: View, body: Json) -> str:
         "maxModelLen": deployment.ceiling,
         "maxNumSeqs": deployment.engine.max_num_seqs,
         "maxNumBatchedTokens": deployment.engine.max_num_batched_tokens,
+        "extraArgs": list(deployment.engine.extra_args),
     }
     changed = (
         f"{key} {'auto' if before is None else before} -> {engine[key]}"

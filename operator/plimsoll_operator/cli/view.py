@@ -25,7 +25,9 @@ _LIMITS = shape.record(
         "gpuMemoryUtilization": shape.share,
         "maxNumSeqs": shape.positive,
         "maxNumBatchedTokens": shape.positive,
-        "watermark": shape.share,
+        "watermark": shape.fraction,
+        "longPromptTokens": shape.positive,
+        "longPromptShare": shape.share,
     }
 )
 _SHAPE = shape.record(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from plimsoll_operator.tuning.values import Change, Parameter
+from plimsoll_operator.tuning.values import WHOLE, Change, Parameter
 
 UNKNOWN = "?"
 
@@ -41,8 +41,11 @@ def byte_size(size: int) -> str:
     return f"{size} B"
 
 
+_SHORT = {Parameter.MAX_MODEL_LEN: "length", Parameter.GPU_MEMORY_UTILIZATION: "util"}
+
+
 def move(change: Change) -> str:
-    """``length 8192 -> 4096``."""
-    length = change.parameter is Parameter.MAX_MODEL_LEN
-    name, form = ("length", "{:g}") if length else ("util", "{:.2f}")
+    """``length 8192 -> 4096``; other limits by the names that they have in status."""
+    form = "{:g}" if change.parameter in WHOLE else "{:.2f}"
+    name = _SHORT.get(change.parameter, change.parameter.value)
     return f"{name} {number(change.before, form)} -> {number(change.after, form)}"
