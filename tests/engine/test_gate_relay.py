@@ -102,6 +102,24 @@ async def test_an_answer_of_known_length_and_an_error_pass_as_they_are() -> None
         assert answer.headers["Content-Encoding"] == "zz"
 
 
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
+    body = json.dumps(SMALL).encode()
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: m\r\nContent-Length: {len(body)}\r\n"
+    async with open_gate() as harness, asyncio.timeout(SECONDS):
+        host, port = harness.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        held = await harness.next()
+        assert held.body == body
+        assert "expect" not in {name.lower() for name, _ in held.headers}
+        held.answer_json()
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        await writer.wait_closed()
+
+
 async def leave(task: asyncio.Task[object]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):

@@ -128,6 +128,10 @@ class GateApp:
         too_large = ApiError(413, f"The request has more than {self._max_body} bytes")
         if (http.content_length or 0) > self._max_body:
             raise too_large
+        if http.headers.get("Expect", "").lower() == "100-continue":
+            # curl waits for it with a long body.
+            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            http.writer.output_size = 0
         body = bytearray()
         while chunk := await http.content.readany():
             body += chunk
