@@ -159,6 +159,17 @@ async def test_the_cheap_bound_spares_the_count_of_short_texts() -> None:
         assert asked == ["x" * 985]
 
 
+async def test_a_text_that_may_be_long_is_counted_and_may_turn_out_short() -> None:
+    async with open_gate(Upstream(count=lambda asked: 50), long_prompt_tokens=100) as harness:
+        for text, questions, long in (("x" * 150, 1, 0), ("y" * 90, 1, 0), ([1] * 101, 1, 1)):
+            task = harness.complete(text, 10)
+            held = await harness.next()
+            assert len(harness.upstream.questions) == questions
+            assert harness.gate.long_running == long
+            held.answer_json()
+            assert (await task)[0] == 200
+
+
 async def test_text_that_may_grow_when_normalised_is_counted() -> None:
     async with open_gate(Upstream(count=lambda asked: 999)) as harness:
         assert (await refused(harness.complete("\ufdfa" * 40, 10)))["code"] == 400

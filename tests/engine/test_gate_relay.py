@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import random
@@ -89,17 +90,19 @@ async def test_each_piece_arrives_before_the_next_is_sent() -> None:
 
 
 async def test_an_answer_of_known_length_and_an_error_pass_as_they_are() -> None:
+    packed = gzip.compress(b"odd")
+
     async def send(http: web.Request) -> web.StreamResponse:
-        return web.Response(status=422, body=b"\x00odd", headers={"Content-Encoding": "zz"})
+        return web.Response(status=422, body=packed, headers={"Content-Encoding": "gzip"})
 
     async with (
         open_gate(Upstream(send=send)) as harness,
         aiohttp.ClientSession(auto_decompress=False) as client,
         client.post(harness.url + COMPLETION, json=SMALL) as answer,
     ):
-        assert (answer.status, await answer.read()) == (422, b"\x00odd")
-        assert answer.headers["Content-Length"] == "4"
-        assert answer.headers["Content-Encoding"] == "zz"
+        assert (answer.status, await answer.read()) == (422, packed)
+        assert answer.headers["Content-Length"] == str(len(packed))
+        assert answer.headers["Content-Encoding"] == "gzip"
 
 
 async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
@@ -116,6 +119,17 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
         assert "expect" not in {name.lower() for name, _ in held.headers}
         held.answer_json()
         assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: m\r\nContent-Length: 2001\r\n\r\n"
+    async with open_gate(max_body=2000) as harness, asyncio.timeout(SECONDS):
+        host, port = harness.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
         writer.close()
         await writer.wait_closed()
 
