@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from plimsoll_engine.admission import RefusalReason
 from plimsoll_engine.gate.app import CHAT, COMPLETION
 from support.gate_harness import (
     SECONDS,
@@ -65,6 +66,17 @@ async def test_a_stream_arrives_byte_for_byte_with_status_and_headers() -> None:
         assert "x-hop" not in sent
         assert sent["host"] != harness.url.removeprefix("http://")
         assert held.body == json.dumps(SMALL).encode()
+
+
+async def test_a_redirect_is_the_clients_to_follow() -> None:
+    async def send(http: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": "/health"})
+
+    async with (
+        open_gate(Upstream(send=send)) as harness,
+        harness.client.post(harness.url + COMPLETION, json=SMALL, allow_redirects=False) as answer,
+    ):
+        assert (answer.status, answer.headers["Location"]) == (307, "/health")
 
 
 async def test_each_piece_arrives_before_the_next_is_sent() -> None:
@@ -233,6 +245,30 @@ async def test_draining_refuses_the_new_and_finishes_the_running_and_the_waiting
         assert await draining
 
 
+async def test_a_drain_that_begins_while_a_prompt_is_counted_refuses_it() -> None:
+    counting, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Upstream):
+        async def _tokenize(self, http: web.Request) -> web.Response:
+            counting.set()
+            await go_on.wait()
+            return web.json_response({"count": 1})
+
+    async with open_gate(Slow(), max_num_seqs=1, max_num_queued_reqs=1) as harness:
+        tasks = [harness.complete("x" * 2000), harness.complete("y" * 2000)]
+        async with asyncio.timeout(SECONDS):
+            await counting.wait()
+        await until(lambda: harness.gate._in_hand == 2)
+        # Also those that are counted have a bound.
+        assert (await harness.complete("z" * 2000))[0] == 429
+        assert not await harness.gate.drain(0)
+        go_on.set()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [503, 503]
+        counting.clear()
+        assert (await harness.complete("z" * 2000))[0] == 503
+        assert not counting.is_set()
+
+
 async def test_a_drain_that_takes_too_long_says_so() -> None:
     async with open_gate() as harness:
         task = harness.complete([1])
@@ -249,6 +285,7 @@ async def test_an_upstream_that_is_not_there_is_a_503_and_health_says_so() -> No
         status, document = await harness.post("/tokenize", {"prompt": "x"})
         assert status == 503
         assert "cannot be reached" in document["error"]["message"]
+        assert harness.gate.refused[RefusalReason.ENGINE_DEAD] == 2
         for path, expected in (("/health", 503), ("/gate/health", 200)):
             async with harness.client.get(harness.url + path) as answer:
                 assert answer.status == expected
