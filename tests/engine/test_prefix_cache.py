@@ -164,6 +164,16 @@ class TestReuse:
         harness.step()
         assert harness.loop.snapshot().running == 2
 
+    def test_a_start_that_many_share_is_computed_by_those_of_the_first_steps_alone(self) -> None:
+        harness = harness_of(256, max_num_batched_tokens=400)
+        for number in range(32):
+            submit(harness, str(number), [*range(320), *range(number, number + 8)], 8)
+        harness.run()
+        # The first step has room for all of one request and the start of a second.
+        computed = sum(step.num_tokens for step in harness.observer.steps)
+        assert computed == 2 * 328 + 30 * 8 + 32 * 7
+        assert harness.loop.snapshot().prefix_cache_hits == 30 * 320
+
     def test_another_salt_finds_nothing_and_the_same_one_does(self) -> None:
         harness = harness_of()
         serve(harness, "a", range(40), salt="mine")
