@@ -167,14 +167,14 @@ def _attempt(wanted: Json, live: Json) -> str:
 async def apply_status(cluster: Cluster, resource: Json, status: Json) -> Json:
     """Writes the whole status and returns the one that the server made of it, where other owners'
     fields are left. The uid makes sure that it is still the same object."""
-    metadata = resource["metadata"]
+    metadata, kind = resource["metadata"], resource["kind"]
     body = {
         "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
+        "kind": kind,
         "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
         "status": status,
     }
-    answer: Json = (await cluster.apply_status(api.LLM_DEPLOYMENT, body)).get("status", {})
+    answer: Json = (await cluster.apply_status(api.REPORTED[kind], body)).get("status", {})
     return answer
 
 
@@ -189,7 +189,7 @@ async def apply_profile(
 
 
 async def record_event(cluster: Cluster, resource: Json, event: Event, now: float) -> None:
-    """One Event on the LLMDeployment, as `kubectl describe` shows it."""
+    """One Event on the object, as `kubectl describe` shows it."""
     metadata = resource["metadata"]
     time = timestamp(now)
     body = {
@@ -198,7 +198,7 @@ async def record_event(cluster: Cluster, resource: Json, event: Event, now: floa
         "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
         "involvedObject": {
             "apiVersion": names.API_VERSION,
-            "kind": names.KIND,
+            "kind": resource["kind"],
             **{key: metadata[key] for key in ("name", "namespace", "uid")},
         },
         "reason": event.reason,

@@ -1,7 +1,7 @@
 """A metrics page of one engine pod -> one reading.
 
 In: the text of /metrics and the served model. Out: an :class:`EngineReading`, or Unknown with the
-metric that is missing. Only series of the served model enter; of several engines in the pod the
+metric that is missing. Old and new names are read, and what only a label of vLLM's has. Only series of the served model enter; of several engines in the pod the
 fullest decides about usage, while requests and counters add up. Knows no network and no clock.
 """
 
@@ -55,13 +55,18 @@ CACHE_CONFIG = "vllm:cache_config_info"
 class Page:
     """The samples of one page that belong to the served model, by metric name."""
 
-    def __init__(self, text: str, model: str) -> None:
-        """Raises ValueError for text that is not a metrics page."""
+    def __init__(self, text: str, model: str | None) -> None:
+        """``model`` None: the one model of the page. Raises ValueError for text that is not a metrics
+        page, AmbiguousModel when it is to be chosen among several."""
+        samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+        if model is None:
+            model = _only_model(samples)
         self._samples: dict[str, list[Sample]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.labels.get("model_name", model) == model:
-                    self._samples.setdefault(sample.name, []).append(sample)
+        for sample in samples:
+            if sample.labels.get("model_name", model) == model:
+                self._samples.setdefault(sample.name, []).append(sample)
         self.engines = {
             sample.labels["engine"]
             for name in (*USAGE, WAITING)
@@ -114,16 +119,57 @@ class Page:
         return max(values, default=None)
 
     def block_size(self) -> int | None:
-        for sample in self._samples.get(CACHE_CONFIG, ()):
-            if (text := sample.labels.get("block_size", "")).isdigit():
-                return int(text)
-        return None
+        return next(iter(self._whole_in_config("block_size")), None)
+
+    def configured_blocks(self) -> int | None:
+        """Blocks of the smallest cache; None unless every engine tells."""
+        found = self._whole_in_config("num_gpu_blocks")
+        return min(found) if found and len(found) == self._configs else None
+
+    def configured_utilization(self) -> float | None:
+        """vLLM's --gpu-memory-utilization, the largest of the pod's engines."""
+        try:
+            values = [float(text) for text in self._in_config("gpu_memory_utilization")]
+        except ValueError:
+            return None
+        return max((value for value in values if 0 < value <= 1), default=None)
+
+    @property
+    def _configs(self) -> int:
+        return len(self._samples.get(CACHE_CONFIG, ()))
+
+    def _in_config(self, label: str) -> list[str]:
+        """A label of vLLM's settings of the cache, one per engine that has it."""
+        samples = self._samples.get(CACHE_CONFIG, ())
+        return [sample.labels[label] for sample in samples if label in sample.labels]
+
+    def _whole_in_config(self, label: str) -> list[int]:
+        return [int(text) for text in self._in_config(label) if text.isdecimal() and int(text)]
 
 
-def read_page(text: str, *, pod: str, model: str, at: float) -> EngineReading | Unknown:
-    """Reads a page that was fetched at ``at`` (Unix seconds)."""
+class AmbiguousModel(Exception):
+    """The page has several models."""
+
+
+def _only_model(samples: Iterable[Sample]) -> str | None:
+    """By the metrics that every page must have."""
+    found = {
+        sample.labels["model_name"]
+        for sample in samples
+        if sample.name in (*USAGE, WAITING) and "model_name" in sample.labels
+    }
+    if len(found) > 1:
+        raise AmbiguousModel(", ".join(sorted(found)))
+    return next(iter(found), None)
+
+
+def read_page(text: str, *, pod: str, model: str | None, at: float) -> EngineReading | Unknown:
+    """Reads a page that was fetched at ``at`` (Unix seconds). ``model`` None: the only one on it."""
     try:
         page = Page(text, model)
+    except AmbiguousModel as error:
+        message = f"its page has several models ({error}) and none was chosen"
+        return Unknown(UnknownReason.METRIC_MISSING, pod, message, USAGE[0])
     except (ValueError, KeyError, IndexError) as error:
         return Unknown(UnknownReason.UNREADABLE, pod, f"its page cannot be read: {error}")
 
@@ -140,6 +186,11 @@ def read_page(text: str, *, pod: str, model: str, at: float) -> EngineReading | 
     for field, (name, combine) in INTEGERS.items():
         value = page.combined(name, combine)
         optional[field] = None if value is None else int(value)
+    # Stock vLLM has these as labels alone.
+    if optional["usable_blocks"] is None:
+        optional["usable_blocks"] = page.configured_blocks()
+    if optional["gpu_memory_utilization"] is None:
+        optional["gpu_memory_utilization"] = page.configured_utilization()
     rejected = page.values("plimsoll:requests_rejected_total", OVER_LENGTH)
     return EngineReading(
         pod=pod,
@@ -157,6 +208,7 @@ def read_page(text: str, *, pod: str, model: str, at: float) -> EngineReading | 
     )
 
 
-def _missing(pod: str, model: str, metric: str) -> Unknown:
-    message = f"{metric} of model {model} is not on its page"
+def _missing(pod: str, model: str | None, metric: str) -> Unknown:
+    of_model = "" if model is None else f" of model {model}"
+    message = f"{metric}{of_model} is not on its page"
     return Unknown(UnknownReason.METRIC_MISSING, pod, message, metric)

@@ -15,6 +15,8 @@ KIND = "LLMDeployment"
 PLURAL = "llmdeployments"
 PROFILE_KIND = "MemoryProfile"
 PROFILE_PLURAL = "memoryprofiles"
+ADVISOR_KIND = "MemoryAdvisor"
+ADVISOR_PLURAL = "memoryadvisors"
 
 FIELD_MANAGER = "plimsoll-operator"
 COMPONENT = "plimsoll-operator"

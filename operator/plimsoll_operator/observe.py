@@ -101,13 +101,15 @@ def read_pod(body: Json) -> Pod:
         ready_since=seconds(ready["lastTransitionTime"]) if is_ready else None,
         phase=status.get("phase", "Pending"),
         unschedulable=scheduled.get("message", "no node fits") if unschedulable else None,
-        container=_engine_container(status, _memory_limit(body)),
+        container=read_container(body, names.ENGINE_CONTAINER),
     )
 
 
-def _engine_container(status: Json, memory_limit: str | None) -> Container | None:
-    for container in status.get("containerStatuses", []):
-        if container["name"] == names.ENGINE_CONTAINER:
+def read_container(body: Json, name: str) -> Container | None:
+    """The state of one container of a pod; None before the kubelet has told of it."""
+    memory_limit = _memory_limit(body, name)
+    for container in body.get("status", {}).get("containerStatuses", []):
+        if container["name"] == name:
             state, last = container.get("state", {}), container.get("lastState", {})
             ended = state.get("terminated")
             waiting = state.get("waiting")
@@ -126,9 +128,9 @@ def _engine_container(status: Json, memory_limit: str | None) -> Container | Non
     return None
 
 
-def _memory_limit(body: Json) -> str | None:
+def _memory_limit(body: Json, name: str) -> str | None:
     for container in body.get("spec", {}).get("containers", []):
-        if container["name"] == names.ENGINE_CONTAINER:
+        if container["name"] == name:
             limit = container.get("resources", {}).get("limits", {}).get("memory")
             return None if limit is None else str(limit)
     return None

@@ -1,4 +1,4 @@
-"""Writes the status of an LLMDeployment and its Events, when it is time.
+"""Writes the status of an object of ours and its Events, when it is time.
 
 In: the object as read, its next status and Events. Out: requests to the API server, none while
 nothing has happened, and what the next pass must know of the last write.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import apply_status, record_event
-from plimsoll_operator.cluster import Cluster
+from plimsoll_operator.cluster import Cluster, Resource
 from plimsoll_operator.desired.events import build_events
 from plimsoll_operator.desired.status import build_failed_status, is_due, with_emptied_lists
 from plimsoll_operator.observed import Json, read_status
@@ -60,8 +60,14 @@ async def report(
     return last
 
 
-async def report_failure(cluster: Cluster, key: Key, error: Exception, now: float) -> None:
+async def report_failure(
+    cluster: Cluster,
+    key: Key,
+    error: Exception,
+    now: float,
+    kind: Resource = api.LLM_DEPLOYMENT,
+) -> None:
     """Shows the user that passes fail, and with what."""
-    resource = await cluster.get(api.LLM_DEPLOYMENT, *key)
+    resource = await cluster.get(kind, *key)
     if resource is not None and "deletionTimestamp" not in resource["metadata"]:
         await report(cluster, resource, build_failed_status(resource, error, now), now)

@@ -29,8 +29,13 @@ SECRET = Resource("v1", "Secret", "secrets")
 CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
 EVENT = Resource("v1", "Event", "events")
 STATEFUL_SET = Resource("apps/v1", "StatefulSet", "statefulsets")
+DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
+LEADER_WORKER_SET = Resource("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets")
 DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
 LLM_DEPLOYMENT = Resource(names.API_VERSION, names.KIND, names.PLURAL)
 MEMORY_PROFILE = Resource(names.API_VERSION, names.PROFILE_KIND, names.PROFILE_PLURAL)
+MEMORY_ADVISOR = Resource(names.API_VERSION, names.ADVISOR_KIND, names.ADVISOR_PLURAL)
+# Whose status tells of a worker's passes.
+REPORTED = {each.kind: each for each in (LLM_DEPLOYMENT, MEMORY_ADVISOR)}

@@ -32,7 +32,7 @@ async def scrape(
         return Unknown(UnknownReason.NOT_READY, pod.name, "it has no address yet")
     return await scrape_page(
         session,
-        url=f"http://{_host(pod.ip)}:{names.HTTP_PORT}/metrics",
+        url=f"http://{url_host(pod.ip)}:{names.HTTP_PORT}/metrics",
         pod=pod.name,
         model=deployment.model.served_name,
         within=0.8 * deployment.scrape_interval,
@@ -45,13 +45,16 @@ async def scrape_page(
     *,
     url: str,
     pod: str,
-    model: str,
+    model: str | None,
     within: float,
+    verify: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> EngineReading | Unknown:
-    """Reads the page at ``url``; ``within`` seconds cover connecting and the whole answer."""
+    """Reads the page at ``url``; ``within`` seconds cover connecting and the whole answer. A redirection
+    is not followed: nobody else is asked on a pod's word. ``verify`` is about the certificate."""
     try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=within)) as response:
+        timeout = aiohttp.ClientTimeout(total=within)
+        async with session.get(url, timeout=timeout, allow_redirects=False, ssl=verify) as response:
             if response.status != 200:
                 message = f"{url} answered {response.status}"
                 return Unknown(UnknownReason.BAD_STATUS, pod, message)
@@ -69,5 +72,6 @@ async def scrape_page(
     return read_page(body.decode(errors="replace"), pod=pod, model=model, at=at)
 
 
-def _host(ip: str) -> str:
+def url_host(ip: str) -> str:
+    """An address as a URL has it."""
     return f"[{ip}]" if ":" in ip else ip

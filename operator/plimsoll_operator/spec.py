@@ -167,16 +167,16 @@ class Deployment:
             accelerator=accelerator or None,
             engine=_engine(spec.get("engine", {})),
             tuning=_tuning(spec.get("tuning", {})),
-            soak=_seconds("spec.rollout.soak", rollout.get("soak", "0s")),
-            progress_deadline=_seconds(
+            soak=parse_duration("spec.rollout.soak", rollout.get("soak", "0s")),
+            progress_deadline=parse_duration(
                 "spec.rollout.progressDeadline", rollout.get("progressDeadline", "30m")
             ),
-            drain=_seconds("spec.drain", spec.get("drain", "60s")),
+            drain=parse_duration("spec.drain", spec.get("drain", "60s")),
             limits=resources.get("limits", {}),
             requests=resources.get("requests", {}),
             pod_template=_pod_template(spec.get("podTemplate", {})),
             api_key=_key_ref(spec.get("apiKeySecretRef")),
-            scrape_interval=_seconds(
+            scrape_interval=parse_duration(
                 "spec.monitoring.scrapeInterval",
                 spec.get("monitoring", {}).get("scrapeInterval", "5s"),
             ),
@@ -231,10 +231,10 @@ def _tuning(tuning: Json) -> Tuning:
         if length is None
         else Bounds(length.get("minAllowed"), length.get("maxAllowed")),
         max_restarts_per_day=tuning.get("maxRestartsPerDay", 4),
-        time_to_first_token=_seconds(
+        time_to_first_token=parse_duration(
             "spec.tuning.objectives.timeToFirstToken", objectives.get("timeToFirstToken", "2s")
         ),
-        time_per_output_token=_seconds(
+        time_per_output_token=parse_duration(
             "spec.tuning.objectives.timePerOutputToken",
             objectives.get("timePerOutputToken", "200ms"),
         ),
@@ -272,7 +272,7 @@ _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
 
 
-def _seconds(field: str, text: str) -> float:
+def parse_duration(field: str, text: str) -> float:
     """Go's duration form: one or more numbers with a unit, such as 1m30s."""
     if not re.fullmatch(f"(?:{_DURATION.pattern})+", text):
         raise InvalidSpec(field, text, "a duration such as 60s, 1m30s or 500ms")

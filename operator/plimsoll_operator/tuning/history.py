@@ -14,6 +14,7 @@ from plimsoll_operator.tuning.evidence import Evidence
 from plimsoll_operator.tuning.policy import TuningPolicy
 from plimsoll_operator.tuning.situation import Proposal
 from plimsoll_operator.tuning.values import (
+    LANE,
     WHOLE,
     Change,
     Event,
@@ -87,6 +88,32 @@ def _change(
     else:
         rule, reason = Rule.SPEC, "the spec changed"
     return Change(inputs.now, parameter, old, new, rule, reason, "", revision)
+
+
+def advised_changes(
+    inputs: TuningInputs, in_force: Limits, target: Limits, proposal: Proposal | None, revision: int
+) -> tuple[Change, ...]:
+    """What mode Auto would change in this pass, in mode Advise; a limit that holds nowhere yet (the
+    lane's) is a change as well."""
+    changes = []
+    for each in Parameter:
+        old = in_force.value(each) or whole_batch(inputs.settings, each)
+        new = target.value(each)
+        if new is None or old == new:
+            continue
+        if proposal is not None and proposal.parameter is each and proposal.value == new:
+            rule, reason, expected = proposal.rule, proposal.reason, proposal.expected
+            figures = proposal.inputs
+        elif each in LANE:
+            rule, reason, figures = Rule.LANE, "where the tuner starts, whatever the traffic", {}
+            expected = "short prompts pass long ones that wait, and fewer requests are preempted"
+        else:
+            rule, reason, figures = Rule.LEARNED, "the bounds, or what was learned here", {}
+            expected = "no engine dies at this value"
+        changes.append(
+            Change(inputs.now, each, old, new, rule, reason, expected, revision, figures)
+        )
+    return tuple(changes)
 
 
 def judge_outcomes(

@@ -18,7 +18,13 @@ from plimsoll_operator.tuning.bounds import (
     whole_batch,
 )
 from plimsoll_operator.tuning.evidence import gather, is_reportable, unconfirmed
-from plimsoll_operator.tuning.history import events_of, find_changes, judge_outcomes, remember
+from plimsoll_operator.tuning.history import (
+    advised_changes,
+    events_of,
+    find_changes,
+    judge_outcomes,
+    remember,
+)
 from plimsoll_operator.tuning.lane import start_lane
 from plimsoll_operator.tuning.lessons import learn, observe
 from plimsoll_operator.tuning.peaks import gather_peaks
@@ -156,6 +162,9 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         learned=learned,
         give_up=lesson.give_up,
         unconfirmed=pending,
+        advice=()
+        if settings.mode is not TuningMode.ADVISE
+        else advised_changes(inputs, in_force, target, proposal, revision),
     )
 
 

@@ -465,8 +465,8 @@ class Source(StrEnum):
 @dataclass(frozen=True)
 class TuningDecision:
     """``limits`` are to be in force at ``revision`` on every pod. ``target`` is what the tuner
-    would do (it differs from ``limits`` in mode Advise), ``uncapped`` what it would do without
-    bounds. ``unconfirmed`` are pods that can be read and do not have ``limits`` yet. ``state`` and ``learned`` go into the next pass; ``learned`` is written to the
+    would do (it differs from ``limits`` in mode Advise, and then ``advice`` says why, limit by limit),
+    ``uncapped`` what it would do without bounds. ``unconfirmed`` are pods that can be read and do not have ``limits`` yet. ``state`` and ``learned`` go into the next pass; ``learned`` is written to the
     MemoryProfile when it differs from the one that came in."""
 
     limits: Limits
@@ -484,3 +484,4 @@ class TuningDecision:
     learned: Learned
     give_up: GiveUp | None = None
     unconfirmed: tuple[str, ...] = ()
+    advice: tuple[Change, ...] = ()
