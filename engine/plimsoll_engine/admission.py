@@ -101,6 +101,9 @@ class AdmissionState:
     max_waiting_tokens: int | None = None
     # Prompts that were accepted and that none of the above counts yet.
     arriving: tuple[int, ...] = ()
+    # A prompt of more tokens is long, and has this much of the pool; None: all are alike.
+    long_prompt_tokens: int | None = None
+    free_lane_blocks: int | None = None
 
     @property
     def length_ever(self) -> int:
@@ -115,6 +118,19 @@ class AdmissionState:
     def largest_prompt(self) -> int:
         """The longest prompt that still leaves room for one token, at this moment."""
         return max(0, self.length_now - 1)
+
+    @property
+    def largest_prompt_startable(self) -> int:
+        """The longest prompt that would start at once. 0 while any waits: it would wait behind."""
+        if self.waiting or self.arriving or self.running >= self.max_running:
+            return 0
+        reserved = self.reserved_blocks if self.running else 0
+        free = max(0, self.free_blocks - reserved)
+        longest = min(self.largest_prompt, free * self.block_size)
+        if self.long_prompt_tokens is None or self.free_lane_blocks is None:
+            return longest
+        in_lane = self.free_lane_blocks * self.block_size
+        return min(longest, max(self.long_prompt_tokens, in_lane))
 
     @property
     def idle(self) -> AdmissionState:

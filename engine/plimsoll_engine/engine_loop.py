@@ -178,10 +178,12 @@ class EngineLoop:
             draining=False,
             waiting_tokens=self._scheduler.num_waiting_tokens,
             max_waiting_tokens=self._max_waiting_tokens,
+            long_prompt_tokens=self._scheduler.limits.long_prompt_tokens,
+            free_lane_blocks=self._scheduler.free_lane_blocks,
         )
 
     def snapshot(self) -> EngineSnapshot:
-        plan = self._limits.plan
+        plan, admission = self._limits.plan, self.admission_state()
         return EngineSnapshot(
             started_at=self._started_at,
             model=self._model,
@@ -194,7 +196,8 @@ class EngineLoop:
             used_blocks=self._pool.used,
             kv_slots_unused=self._scheduler.slots_unused,
             ceiling=plan.ceiling,
-            largest_prompt_admissible=self.admission_state().largest_prompt,
+            largest_prompt_admissible=admission.largest_prompt,
+            largest_prompt_startable=admission.largest_prompt_startable,
             limits=self._limits.current,
             limits_revision=self._limits.revision,
             limits_outcome=self._limits.outcome,

@@ -279,6 +279,11 @@ class SnapshotCollector(Collector):
                 "Longest prompt admitted now.",
                 now.largest_prompt_admissible,
             ),
+            (
+                "largest_prompt_startable_tokens",
+                "Longest prompt that would start at once, without waiting.",
+                now.largest_prompt_startable,
+            ),
             ("step_heartbeat_age_seconds", "Since the core last moved.", now.heartbeat_age),
         ):
             # Unknown is never zero: a limit without a value has no sample.

@@ -125,6 +125,7 @@ class EngineSnapshot:
 
     ceiling: int
     largest_prompt_admissible: int
+    largest_prompt_startable: int
     # In force, no field is None; ``max_model_len`` is the admitted length.
     limits: Limits
     limits_revision: int

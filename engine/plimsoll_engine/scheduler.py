@@ -166,6 +166,12 @@ class Scheduler:
         return sum(len(s.blocks) for s in self._running if self._waiting.is_long(s))
 
     @property
+    def free_lane_blocks(self) -> int:
+        """Blocks that another long request may have; all of the pool for one that is alone."""
+        held = self.lane_blocks
+        return max(0, self.lane_capacity - held) if held else self._pool.usable
+
+    @property
     def next_tokens(self) -> tuple[int, ...]:
         """Tokens that the first of the waiting start with, for each running slot that is free."""
         slots = max(0, self.limits.max_num_seqs - len(self._running))

@@ -194,3 +194,31 @@ def test_the_queue_is_bounded_in_tokens_too(
         assert refused.reason is RefusalReason.QUEUE_FULL
         assert refused.retry_after is not None
         assert f"{sum(prompts)} tokens" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest", "why"),
+    [
+        ({"running": 0, "free_blocks": 1024}, 8191, "an idle engine takes what it admits"),
+        ({"running": 1, "free_blocks": 110}, 1600, "beside another, above the reserve"),
+        ({"running": 1, "free_blocks": 5}, 0, "the reserve alone is left"),
+        ({"running": 2}, 0, "no slot is free"),
+        ({"running": 1, "waiting": 1}, 0, "behind one that waits"),
+        ({"running": 1, "arriving": (9,)}, 0, "behind one that arrives"),
+        ({"running": 1, "admitted": 500}, 499, "no more than is admitted"),
+        (
+            {"running": 1, "long_prompt_tokens": 1000, "free_lane_blocks": 100},
+            1600,
+            "a long one within its lane",
+        ),
+        (
+            {"running": 1, "long_prompt_tokens": 1000, "free_lane_blocks": 3},
+            1000,
+            "the lane is full: the longest of the short ones",
+        ),
+    ],
+)
+def test_the_longest_prompt_that_starts_at_once(
+    changes: dict[str, object], longest: int, why: str
+) -> None:
+    assert replace(OPEN, **changes).largest_prompt_startable == longest, why  # type: ignore[arg-type]

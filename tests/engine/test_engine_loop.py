@@ -123,6 +123,7 @@ class TestLimits:
         assert now.limits.max_model_len == 128
         assert now.ceiling == 256
         assert now.largest_prompt_admissible == 127
+        assert now.largest_prompt_startable == 127
 
         grown = harness.loop.move_limits(
             2, Limits(max_model_len=256, gpu_memory_utilization=utilization_of(harness, 30))

@@ -32,6 +32,7 @@ GAUGES = [
     "plimsoll:long_prompt_share",
     "plimsoll:limits_revision",
     "plimsoll:largest_prompt_admissible_tokens",
+    "plimsoll:largest_prompt_startable_tokens",
     "plimsoll:step_heartbeat_age_seconds",
 ]
 COUNTERS = [

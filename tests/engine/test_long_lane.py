@@ -264,3 +264,17 @@ def test_any_flow_with_moving_limits_keeps_the_lane_and_ends(
     lane.run(2000)
     assert all(s.num_output_tokens == s.params.max_tokens for s in lane.sequences.values())
     assert lane.pool.free == lane.pool.usable
+
+
+@pytest.mark.parametrize(("beyond", "enters"), [(0, True), (1, False)])
+def test_the_free_part_of_the_lane_is_what_the_next_long_one_may_take(
+    beyond: int, enters: bool
+) -> None:
+    lane = Lane(32)
+    assert lane.scheduler.free_lane_blocks == 32
+    lane.add(("L1", 16, 20))
+    lane.step()
+    room = lane.scheduler.free_lane_blocks
+    assert 0 < room < 16
+    lane.add(("L2", room * BLOCK + beyond, 1))
+    assert bool(lane.step().admitted) is enters
