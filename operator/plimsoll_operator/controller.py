@@ -113,6 +113,7 @@ class Controller:
             return None
         for change in outcome.changes:
             self._telemetry.count_decision(change.rule.value, change.parameter.value)
+        self._telemetry.note_standing(*key, outcome.standing)
         if outcome.read_all:
             self._telemetry.note_scrape(*key, now)
         if outcome.carried is not None:

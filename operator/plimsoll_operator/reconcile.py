@@ -8,7 +8,7 @@ only writes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plimsoll_operator import checks, stall
@@ -34,10 +34,12 @@ from plimsoll_operator.observed import Json, Observed, Pod
 from plimsoll_operator.plan import next_step
 from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
+from plimsoll_operator.telemetry import Standing
 from plimsoll_operator.tuning import decide
 from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.profile import profile_key, read_learned
 from plimsoll_operator.tuning.record import read_state, record_tuning
+from plimsoll_operator.tuning.restarts import restarts_of_the_day
 from plimsoll_operator.tuning.settings import tuning_settings
 from plimsoll_operator.tuning.values import (
     Change,
@@ -74,10 +76,11 @@ class Carried:
 @dataclass(frozen=True)
 class Passed:
     """``due_in`` in seconds; ``changes`` are the limits that this pass moved; ``read_all`` says that
-    every engine that should serve was read."""
+    every engine that should serve was read; ``standing`` is for the operator's own metrics."""
 
     carried: Carried | None
     due_in: float
+    standing: Standing
     changes: tuple[Change, ...] = ()
     read_all: bool = False
 
@@ -105,8 +108,10 @@ async def reconcile(
     try:
         observed = await observe(cluster, resource, engine_image)
     except InvalidSpec as error:
-        await report(cluster, resource, build_invalid_status(resource, str(error), now), now)
-        return Passed(carried, INVALID_INTERVAL_SECONDS)
+        invalid = build_invalid_status(resource, str(error), now)
+        await report(cluster, resource, invalid, now)
+        standing = Standing(tuple(invalid["conditions"]))
+        return Passed(carried, INVALID_INTERVAL_SECONDS, standing)
     deployment = observed.deployment
     serving = [pod for pod in observed.pods if _should_serve(pod)]
     readings = await engines.read(deployment, serving)
@@ -117,9 +122,10 @@ async def reconcile(
 
     # 2. Tune.
     learned = read_learned(observed.profile)
+    settings = tuning_settings(deployment)
     decision = decide(
         TuningInputs(
-            settings=tuning_settings(deployment),
+            settings=settings,
             engines=readings,
             failures=tuple(f for f in failures if checks.concerns(f, observed, applied=applied)),
             state=read_state(observed.status) if carried is None else carried.state,
@@ -215,7 +221,13 @@ async def reconcile(
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
     carry = Carried(decision.state, kept, missing_since, reported, written.fruitless)
     read_all = all(isinstance(reading, EngineReading) for reading in readings.values())
-    return Passed(carry, deployment.scrape_interval, decision.changes, read_all)
+    standing = Standing(
+        tuple(status["conditions"]),
+        _failed_at(failures),
+        restarts_of_the_day(decision.state.history, settings.live, now),
+        settings.max_restarts_per_day,
+    )
+    return Passed(carry, deployment.scrape_interval, standing, decision.changes, read_all)
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:
@@ -226,6 +238,12 @@ def _failures(observed: Observed) -> tuple[Failure, ...]:
 def _should_serve(pod: Pod) -> bool:
     """Its start-up is over and it is not going away."""
     return pod.container is not None and pod.container.started and not pod.deleting
+
+
+def _failed_at(failures: Iterable[Failure]) -> dict[str, float]:
+    """When each class was last seen; undated failures are no news."""
+    dated = sorted((f.at, f.failure_class.value) for f in failures if f.at is not None)
+    return {failure_class: at for at, failure_class in dated}
 
 
 def _has_template(observed: Observed, template: Json) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from plimsoll_operator.endpoints import Readiness, serve
-from plimsoll_operator.telemetry import Telemetry
+from plimsoll_operator.telemetry import Standing, Telemetry
 
 
 def free_port() -> int:
@@ -70,3 +70,41 @@ async def test_the_page_has_what_was_counted() -> None:
     assert ("plimsoll_operator_scrape_timestamp_seconds", "gone", "ns") not in samples
     assert samples["plimsoll_operator_reconcile_seconds_count", "done"] == 1
     assert samples["plimsoll_operator_reconcile_seconds_count", "error"] == 1
+
+
+def test_a_standing_is_shown_as_it_is_now_and_goes_with_its_object() -> None:
+    telemetry = Telemetry()
+
+    order = ("namespace", "name", "class", "type", "status", "reason")
+
+    def shown() -> dict[tuple[str, ...], float]:
+        return {
+            (
+                sample.name.removeprefix("plimsoll_operator_"),
+                *(sample.labels[label] for label in order if label in sample.labels),
+            ): sample.value
+            for family in text_string_to_metric_families(telemetry.page().decode())
+            for sample in family.samples
+            if "name" in sample.labels
+        }
+
+    def active(status: str, reason: str) -> dict[str, str]:
+        return {"type": "TuningActive", "status": status, "reason": reason, "message": "moves"}
+
+    before = Standing((active("True", "Auto"),), {"CgroupOOM": 900.0}, 1, 4)
+    telemetry.note_standing("ns", "m", before)
+    telemetry.note_standing("ns", "unreadable", Standing((active("False", "InvalidSpec"),)))
+    assert shown() == {
+        ("condition", "ns", "m", "TuningActive", "True", "Auto"): 1,
+        ("condition", "ns", "unreadable", "TuningActive", "False", "InvalidSpec"): 1,
+        ("last_failure_timestamp_seconds", "ns", "m", "CgroupOOM"): 900.0,
+        ("restarts_used", "ns", "m"): 1,
+        ("restarts_allowed", "ns", "m"): 4,
+    }
+    telemetry.note_standing("ns", "m", Standing((active("False", "Stale"),), {}, 2, 4))
+    telemetry.forget("ns", "unreadable")
+    assert shown() == {
+        ("condition", "ns", "m", "TuningActive", "False", "Stale"): 1,
+        ("restarts_used", "ns", "m"): 2,
+        ("restarts_allowed", "ns", "m"): 4,
+    }

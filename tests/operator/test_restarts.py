@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from plimsoll_operator.tuning.histogram import EMPTY
+from plimsoll_operator.tuning.restarts import restarts_of_the_day
 from plimsoll_operator.tuning.values import (
     Change,
     Failure,
@@ -55,7 +56,10 @@ def test_the_budget_of_the_day_holds() -> None:
     decision = found.idle(3 * 3600, **QUIET, **LOW)
     assert len(found.utilizations) == 3
     assert "maxRestartsPerDay of 2 is used up" in verdict(decision, "TuningLimited").message
+    live = frozenset(Parameter) - {LINE}
+    assert restarts_of_the_day(decision.state.history, live, found.now) == 2
     found.now += 86_400
+    assert restarts_of_the_day(decision.state.history, live, found.now) == 0
     found.idle(700, **QUIET, **LOW)
     assert len(found.utilizations) == 4
 

@@ -6,9 +6,17 @@ only when they start; where limits move live, nobody asks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from plimsoll_operator.tuning.situation import Proposal, Situation
+from plimsoll_operator.tuning.values import Change, Parameter
 
 DAY = 86_400.0
+
+
+def restarts_of_the_day(history: Iterable[Change], live: Collection[Parameter], now: float) -> int:
+    """Moves in the last 24 hours that cost a restart of every pod."""
+    return sum(now - c.time < DAY for c in history if c.parameter not in live)
 
 
 def why_not_restart(situation: Situation, proposal: Proposal) -> str | None:
@@ -22,7 +30,8 @@ def why_not_restart(situation: Situation, proposal: Proposal) -> str | None:
     ages = [situation.now - c.time for c in situation.history if c.parameter not in settings.live]
     if min(ages, default=DAY) < policy.restart_interval:
         return f"the last restart is less than {policy.restart_interval / 60:g} min ago"
-    if sum(age < DAY for age in ages) >= settings.max_restarts_per_day:
+    used = restarts_of_the_day(situation.history, settings.live, situation.now)
+    if used >= settings.max_restarts_per_day:
         return f"spec.tuning.maxRestartsPerDay of {settings.max_restarts_per_day} is used up"
     fullest = max((signals.usage for signals in situation.signals), default=1.0)
     calm = (situation.calm_for or 0.0) >= policy.valley_calm
