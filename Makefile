@@ -23,7 +23,7 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 	@$(BIN)/python -m plimsoll_local demo $(ARGS)
 
 test: setup ## the whole test suite; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
 
 check: setup ## lint, format, types, import contracts, generated files; changes nothing
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Makes a checkout ready to use: uv, the locked environment in .venv, the control plane's programs.
+"""Makes a checkout ready to use: uv, the locked environment in .venv, the control plane's programs, promtool.
 
 Needs Python 3.11 or newer, a C compiler and the package registries, and nothing else; uses the
 standard library alone, since it runs before anything is installed. Every step says what it does and
@@ -71,6 +71,10 @@ def prepare() -> None:
     follow(
         "looking for the control plane's programs, building what is missing",
         [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.binaries", "--durations", BUILD],
+    )
+    follow(
+        "looking for promtool, which tries the alerts",
+        [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.debian_programs", "promtool"],
     )
     if BUILD.exists():
         # Written only when something was built, so a look that finds all leaves the last figures.
