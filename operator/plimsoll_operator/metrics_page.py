@@ -19,6 +19,10 @@ from plimsoll_operator.tuning.values import EngineReading, LengthCounts, Unknown
 # Newest name first: each stood in the pages of some release.
 USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:gpu_cache_usage_factor")
 WAITING = "vllm:num_requests_waiting"
+# Those that the gate before stock vLLM holds back.
+WAITING_AT_GATE = "plimsoll:gate_requests_waiting"
+# Metrics of this project speak of a whole pod: its engine is one, and so is the gate.
+OF_POD = "plimsoll:"
 OVER_LENGTH = {"reason": "over_admitted_length"}
 
 # Per field: metric and how the engines of one pod combine. Free memory and lengths: the tightest.
@@ -84,7 +88,8 @@ class Page:
         samples = [s for s in self._of_model(name) if wanted <= s.labels.items()]
         engines = {s.labels["engine"] for s in samples if "engine" in s.labels}
         values = [float(s.value) for s in samples]
-        if not values or engines < self.engines or not all(map(math.isfinite, values)):
+        part = engines < self.engines and not name.startswith(OF_POD)
+        if not values or part or not all(map(math.isfinite, values)):
             return None
         return values
 
@@ -196,7 +201,7 @@ def read_page(text: str, *, pod: str, model: str | None, at: float) -> EngineRea
         pod=pod,
         at=at,
         kv_cache_usage=max(usages),
-        waiting=int(waiting),
+        waiting=int(waiting + (page.combined(WAITING_AT_GATE, sum) or 0)),
         started_at=page.started_at(),
         rejected_over_length_total=None if rejected is None else sum(rejected),
         planned_bytes=page.by_class("plimsoll:memory_planned_bytes"),

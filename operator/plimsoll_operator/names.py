@@ -28,8 +28,11 @@ APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 
 ENGINE_CONTAINER = "engine"
+GATE_CONTAINER = "gate"
 HTTP_PORT = 8000
 CONTROL_PORT = 8001
+# Where vLLM is behind the gate, on the pod's loopback address.
+UPSTREAM_PORT = 8002
 SERVICE_PORT = 80
 
 CONTROL_DIR = "/etc/plimsoll/control"

@@ -81,8 +81,9 @@ def read_statefulset(body: Json) -> StatefulSet:
     )
 
 
-def read_pod(body: Json) -> Pod:
-    """One pod of a StatefulSet, with the state of its engine container."""
+def read_pod(body: Json, ordinal: int | None = None) -> Pod:
+    """One pod with the state of its engine container; ``ordinal`` None: by its name, as a
+    StatefulSet's."""
     metadata, status = body["metadata"], body.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
@@ -91,7 +92,7 @@ def read_pod(body: Json) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        ordinal=int(metadata["name"].rpartition("-")[2]),
+        ordinal=int(metadata["name"].rpartition("-")[2]) if ordinal is None else ordinal,
         ip=status.get("podIP"),
         node=body.get("spec", {}).get("nodeName"),
         revision=metadata.get("labels", {}).get("controller-revision-hash", ""),
@@ -102,13 +103,18 @@ def read_pod(body: Json) -> Pod:
         phase=status.get("phase", "Pending"),
         unschedulable=scheduled.get("message", "no node fits") if unschedulable else None,
         container=read_container(body, names.ENGINE_CONTAINER),
+        gate=read_container(body, names.GATE_CONTAINER),
     )
 
 
 def read_container(body: Json, name: str) -> Container | None:
-    """The state of one container of a pod; None before the kubelet has told of it."""
-    memory_limit = _memory_limit(body, name)
-    for container in body.get("status", {}).get("containerStatuses", []):
+    """The state of one container of a pod, a native sidecar's too; None before the kubelet has told
+    of it."""
+    memory_limit, status = _memory_limit(body, name), body.get("status", {})
+    for container in (
+        *status.get("containerStatuses", ()),
+        *status.get("initContainerStatuses", ()),
+    ):
         if container["name"] == name:
             state, last = container.get("state", {}), container.get("lastState", {})
             ended = state.get("terminated")
@@ -129,7 +135,8 @@ def read_container(body: Json, name: str) -> Container | None:
 
 
 def _memory_limit(body: Json, name: str) -> str | None:
-    for container in body.get("spec", {}).get("containers", []):
+    spec = body.get("spec", {})
+    for container in (*spec.get("containers", ()), *spec.get("initContainers", ())):
         if container["name"] == name:
             limit = container.get("resources", {}).get("limits", {}).get("memory")
             return None if limit is None else str(limit)

@@ -86,7 +86,7 @@ class Termination:
 
 @dataclass(frozen=True)
 class Container:
-    """The engine container. ``started``: it runs and its start-up is over. ``waiting`` is None while
+    """The engine container, or the gate. ``started``: it runs and its start-up is over. ``waiting`` is None while
     it does not wait; ``termination`` is its most recent end, None when it never ended; ``ended``
     says that it has ended and nothing has been started since. ``memory_limit`` is its own: the spec's may
     have been changed after it was made."""
@@ -118,6 +118,14 @@ class Pod:
     # Why the scheduler found no node, in its words.
     unschedulable: str | None
     container: Container | None
+    # Only where the engine is stock vLLM: the gate before it, which has the ports.
+    gate: Container | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Its start-up is over and it is not going away."""
+        parts = [self.container] if self.gate is None else [self.container, self.gate]
+        return not self.deleting and all(part is not None and part.started for part in parts)
 
 
 @dataclass(frozen=True)

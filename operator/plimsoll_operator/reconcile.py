@@ -113,7 +113,7 @@ async def reconcile(
         standing = Standing(tuple(invalid["conditions"]))
         return Passed(carried, INVALID_INTERVAL_SECONDS, standing)
     deployment = observed.deployment
-    serving = [pod for pod in observed.pods if _should_serve(pod)]
+    serving = [pod for pod in observed.pods if pod.serves]
     readings = await engines.read(deployment, serving)
     failures = _failures(observed)
     template = build_pod_template(deployment, engine_image)
@@ -144,14 +144,15 @@ async def reconcile(
         try_again=try_at is not None and try_at <= now,
     )
 
-    # 4. Build.
+    # 4. Build. What the runtime reads at its start alone is no limit to be sent.
+    live_limits = decision.limits.only(settings.live)
     credentials = observed.credentials or make_credentials(deployment.name, now)
     children = build_children(
         deployment,
         step=step,
         template=template,
         credentials=credentials,
-        limits=decision.limits,
+        limits=live_limits,
         revision=decision.revision,
         operator_namespace=operator_namespace,
     )
@@ -215,7 +216,7 @@ async def reconcile(
     behind = [pod for pod in serving if _is_behind(pod, readings, outcomes, decision)]
     if behind and observed.credentials is not None:
         outcomes |= await engines.set_limits(
-            behind, observed.credentials, decision.revision, decision.limits
+            behind, observed.credentials, decision.revision, live_limits
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
@@ -233,11 +234,6 @@ async def reconcile(
 def _failures(observed: Observed) -> tuple[Failure, ...]:
     found = (classify(pod) for pod in observed.pods)
     return tuple(failure for failure in found if failure is not None)
-
-
-def _should_serve(pod: Pod) -> bool:
-    """Its start-up is over and it is not going away."""
-    return pod.container is not None and pod.container.started and not pod.deleting
 
 
 def _failed_at(failures: Iterable[Failure]) -> dict[str, float]:

@@ -31,6 +31,11 @@ class InvalidSpec(ValueError):
         self.field = field
 
 
+class RuntimeName(StrEnum):
+    PLIMSOLL = "Plimsoll"
+    VLLM = "VLLM"
+
+
 class ModelSource(StrEnum):
     HUB = "hf"
     CLAIM = "pvc"
@@ -86,6 +91,8 @@ class Engine:
     max_num_seqs: int
     max_num_batched_tokens: int
     extra_args: tuple[str, ...]
+    # Whether the spec itself names the block size: where it does not, another engine may choose.
+    names_block_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,9 @@ class Deployment:
     pod_template: PodTemplate
     api_key: KeyRef | None
     scrape_interval: float
+    runtime: RuntimeName = RuntimeName.PLIMSOLL
+    # As the spec has it; None: the image's tag may say it.
+    runtime_version: str | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -180,6 +190,8 @@ class Deployment:
                 "spec.monitoring.scrapeInterval",
                 spec.get("monitoring", {}).get("scrapeInterval", "5s"),
             ),
+            runtime=RuntimeName(spec.get("runtime", {}).get("name", RuntimeName.PLIMSOLL)),
+            runtime_version=spec.get("runtime", {}).get("version"),
         )
 
 
@@ -218,6 +230,7 @@ def _engine(engine: Json) -> Engine:
         max_num_seqs=engine.get("maxNumSeqs", DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=engine.get("maxNumBatchedTokens", DEFAULT_MAX_NUM_BATCHED_TOKENS),
         extra_args=tuple(engine.get("extraArgs", ())),
+        names_block_size="blockSize" in engine,
     )
 
 

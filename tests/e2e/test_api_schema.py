@@ -47,6 +47,23 @@ def changed(path: str, value: object) -> Json:
             both(("model.uri", "file:///m"), ("model.revision", "v1")),
             ["spec.model.revision is v1", "only with an hf:// uri"],
         ),
+        (changed("runtime", {"name": "vLLM"}), ["spec.runtime.name", "vLLM", '"VLLM"']),
+        (changed("runtime", {"name": "VLLM"}), ["spec.runtime.image is not set", "vllm-openai"]),
+        (
+            changed("runtime", {"name": "VLLM", "image": "v", "version": "0.7.3"}),
+            ["spec.runtime.version is 0.7.3", "from 0.8.0 on"],
+        ),
+        (
+            changed("runtime", {"version": "0.11.0"}),
+            ["spec.runtime.version is 0.11.0", "only with spec.runtime.name VLLM"],
+        ),
+        (
+            both(
+                ("runtime", {"name": "VLLM", "image": "v:v0.11.0"}),
+                ("engine.extraArgs", ["--dtype=half", "--ssl-keyfile=/k"]),
+            ),
+            ["spec.engine.extraArgs holds --ssl-keyfile=/k", "allowed with"],
+        ),
         (changed("replicas", -1), ["spec.replicas", "-1", "greater than or equal to 0"]),
         (changed("parallelism.tensor", 0), ["spec.parallelism.tensor", "0", "or equal to 1"]),
         (changed("parallelism.tensor", 65), ["spec.parallelism.tensor", "65", "or equal to 64"]),

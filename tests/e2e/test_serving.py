@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from plimsoll_local import models
+from support import vllm_image
 from support.local_cluster import Json, LocalCluster
 from support.serving import OPERATOR_NAMESPACE, Serving, install_operator
 from support.tiny_model import MAX_POSITIONS, pretend_to_be_large, write_tiny_model
@@ -112,12 +113,7 @@ def test_scaling_and_deletion(serving: Serving) -> None:
     serving.delete("scaled")
     serving.cluster.wait_for(lambda: not serving.pods("scaled"), "its pods to end", 120)
 
-    def rest() -> bool:
-        kinds = "sts,svc,secret,cm,pdb,pods"
-        left = serving.kubectl("get", kinds, "-l", "plimsoll.dev/deployment=scaled", "-o", "name")
-        return not left.strip()
-
-    serving.cluster.wait_for(rest, "its children to be gone", 60)
+    serving.cluster.wait_for(lambda: not serving.children("scaled"), "its children to be gone", 60)
 
 
 def test_what_cannot_work_stalls_with_the_figure_that_would(serving: Serving) -> None:
@@ -145,6 +141,45 @@ def test_what_cannot_work_stalls_with_the_figure_that_would(serving: Serving) ->
     serving.wait_for("long", "Ready")
     for name in ("missing", "large", "long"):
         serving.delete(name)
+
+
+def test_stock_vllm_serves_behind_the_gate(serving: Serving) -> None:
+    """A scripted vLLM in the place of the image: what the operator makes of it is all real."""
+    runtime = {"name": "VLLM", "image": vllm_image.NAME}
+    tuning = {"maxModelLen": {"minAllowed": 128, "maxAllowed": 1024}}
+    serving.apply(
+        serving.build("stock", runtime=runtime, tuning=tuning),
+        serving.build("broken", runtime=runtime, model={"uri": f"pvc://{serving.claim}/missing"}),
+    )
+    serving.wait_for("stock", "Ready")
+    assert serving.chat("stock", "x" * 900).status == 200
+    assert serving.chat("stock", "x" * 2000).status == 400
+    serving.wait_for("stock", "TuningActive")
+    assert serving.condition("stock", "MetricsAvailable")["status"] == "True"
+    (before,) = serving.pods("stock")
+
+    # The ceiling, a flag of both, stays; the admitted length moves while vLLM serves.
+    engine = {"maxModelLen": 512, "maxNumSeqs": 8, "maxNumBatchedTokens": 256}
+    serving.apply(serving.build("stock", runtime=runtime, tuning=tuning, engine=engine))
+    serving.cluster.wait_for(
+        lambda: serving.chat("stock", "x" * 900).status == 429, "the length to be lowered"
+    )
+    assert serving.chat("stock", "x" * 400).status == 200
+    (after,) = serving.pods("stock")
+    assert uids([after]) == uids([before])
+    statuses = after["status"]
+    parts = [*statuses["containerStatuses"], *statuses["initContainerStatuses"]]
+    assert {part["name"]: part["restartCount"] for part in parts} == {"gate": 0, "engine": 0}
+    effective = (serving.deployment("stock") or {})["status"]["effective"]
+    assert (effective["maxModelLen"], effective["gpuMemoryUtilization"]) == (512, 0.9)
+
+    failure = serving.wait_for("broken", "Stalled")
+    assert failure["reason"] == "ModelLoadFailed"
+    assert "Cannot find any model weights" in failure["message"]
+
+    serving.delete("stock")
+    serving.delete("broken")
+    serving.cluster.wait_for(lambda: not serving.children("stock"), "its children to be gone", 90)
 
 
 def test_an_invalid_resource_is_refused_by_the_api_server(serving: Serving) -> None:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+from support import vllm_image
+
 if TYPE_CHECKING:
     from plimsoll_local.cluster import Cluster
 
@@ -164,7 +166,7 @@ def local_cluster() -> Iterator[LocalCluster]:
 
     binaries = ensure_binaries()
     # Tied to this process, so that a killed test run leaves nothing.
-    cluster = Cluster.up(f"test-{os.getpid()}", tied=True)
+    cluster = Cluster.up(f"test-{os.getpid()}", images=vllm_image.build_images(), tied=True)
     try:
         yield LocalCluster(cluster, binaries.kubectl)
     finally:

@@ -97,6 +97,11 @@ class Serving:
         path = f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={selector}"
         return list((self.cluster.get(path) or {"items": []})["items"])
 
+    def children(self, name: str) -> list[str]:
+        """What is left of it, pods included, as kind/name."""
+        kinds, label = "sts,svc,secret,cm,pdb,pods", f"plimsoll.dev/deployment={name}"
+        return self.kubectl("get", kinds, "-l", label, "-o", "name").split()
+
     def condition(self, name: str, kind: str) -> Json:
         """A condition that was judged for the present generation, or {}."""
         found = self.deployment(name) or {}

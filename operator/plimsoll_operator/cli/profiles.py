@@ -39,5 +39,6 @@ def _image(server: Server, view: View) -> str | None:
         body = server.get(STATEFUL_SET.path(view.namespace, view.name))
     except (NotFound, Forbidden):
         return None
-    containers = body["spec"]["template"]["spec"]["containers"]
+    spec = body["spec"]["template"]["spec"]
+    containers = (*spec["containers"], *spec.get("initContainers", ()))
     return next((str(c["image"]) for c in containers if c["name"] == names.ENGINE_CONTAINER), None)

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from plimsoll_operator import names
-from plimsoll_operator.runtimes import plimsoll
+from plimsoll_operator import names, runtimes
+from plimsoll_operator.runtimes.program import SCRATCH_DIR, TMP_DIR, Program
 from plimsoll_operator.spec import Deployment, ModelSource
 
 # Endpoints need this long to forget a stopping pod; until then it still serves.
 PRESTOP_SECONDS = 5
 # Left to the process after its drain to exit before the kubelet kills it.
 EXIT_SECONDS = 10
-# Weights of hundreds of gigabytes take long; an engine that cannot start exits by itself.
-STARTUP_BUDGET_SECONDS = 3600
-STARTUP_PERIOD_SECONDS = 2
 
 NON_ROOT_ID = 65532
 
@@ -26,11 +23,12 @@ Json = dict[str, Any]
 
 
 def build_pod_template(deployment: Deployment, default_image: str) -> Json:
-    """``default_image`` is used where the spec names none."""
+    """``default_image`` is this project's, for what names none of its own."""
     template = deployment.pod_template
     metadata: Json = {"labels": {**template.labels, **names.labels(deployment.name)}}
     if template.annotations:
         metadata["annotations"] = template.annotations
+    programs = runtimes.programs(deployment)
     spec: Json = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -44,56 +42,48 @@ def build_pod_template(deployment: Deployment, default_image: str) -> Json:
             "seccompProfile": {"type": "RuntimeDefault"},
             **template.security_context,
         },
-        "containers": [_container(deployment, default_image)],
+        "containers": [_container(deployment, programs.main, default_image)],
         "volumes": [volume for volume, _ in _volumes(deployment)],
         **template.fields,
     }
+    if programs.before is not None:
+        before = _container(deployment, programs.before, default_image)
+        spec["initContainers"] = [{**before, "restartPolicy": "Always"}]
     return {"metadata": metadata, "spec": spec}
 
 
-def _container(deployment: Deployment, default_image: str) -> Json:
+def _container(deployment: Deployment, program: Program, default_image: str) -> Json:
+    mounts = [mount for _, mount in _volumes(deployment)]
+    own = program.resources
     container: Json = {
-        "name": names.ENGINE_CONTAINER,
-        "image": deployment.image or default_image,
-        "command": list(plimsoll.COMMAND),
-        "args": plimsoll.arguments(deployment),
-        "env": plimsoll.environment(deployment),
-        "ports": [
-            {"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"},
-            {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"},
-        ],
-        # The first probe that answers ends the start-up; the engine exits when it cannot start.
-        "startupProbe": _probe(
-            period=STARTUP_PERIOD_SECONDS,
-            timeout=5,
-            failures=STARTUP_BUDGET_SECONDS // STARTUP_PERIOD_SECONDS,
-        ),
-        # A busy engine answers late: Kubernetes' default of one second would restart it.
-        "livenessProbe": _probe(period=10, timeout=10, failures=3),
-        "readinessProbe": _probe(period=2, timeout=5, failures=3),
-        "lifecycle": {"preStop": {"sleep": {"seconds": PRESTOP_SECONDS}}},
+        "name": program.name,
+        "image": program.image or default_image,
+        "command": list(program.command),
+        "args": list(program.arguments),
+        "env": list(program.environment),
+        **program.probes,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "resources": _resources(deployment),
+        "resources": _resources(deployment) if own is None else own,
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
-            **deployment.pod_template.container_security_context,
+            # What the user allows is for the engine.
+            **(deployment.pod_template.container_security_context if own is None else {}),
         },
-        "volumeMounts": [mount for _, mount in _volumes(deployment)],
+        "volumeMounts": [
+            mount for mount in mounts if program.mounts is None or mount["name"] in program.mounts
+        ],
     }
+    if program.serves:
+        container["ports"] = [
+            {"name": "http", "containerPort": names.HTTP_PORT, "protocol": "TCP"},
+            {"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"},
+        ]
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": PRESTOP_SECONDS}}}
     if deployment.image_pull_policy is not None:
         container["imagePullPolicy"] = deployment.image_pull_policy
     return container
-
-
-def _probe(*, period: int, timeout: int, failures: int) -> Json:
-    return {
-        "httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"},
-        "periodSeconds": period,
-        "timeoutSeconds": timeout,
-        "failureThreshold": failures,
-    }
 
 
 def _resources(deployment: Deployment) -> Json:
@@ -128,8 +118,8 @@ def _volumes(deployment: Deployment) -> list[tuple[Json, Json]]:
             },
             {"mountPath": names.LIMITS_DIR, "readOnly": True},
         ),
-        ({"name": "scratch", "emptyDir": {}}, {"mountPath": plimsoll.SCRATCH_DIR}),
-        ({"name": "tmp", "emptyDir": {}}, {"mountPath": plimsoll.TMP_DIR}),
+        ({"name": "scratch", "emptyDir": {}}, {"mountPath": SCRATCH_DIR}),
+        ({"name": "tmp", "emptyDir": {}}, {"mountPath": TMP_DIR}),
     ]
     if model.cache_claim is not None:
         cache: Json = {"persistentVolumeClaim": {"claimName": model.cache_claim}}

@@ -10,20 +10,63 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll_operator import names
-from plimsoll_operator.spec import Deployment, KeyRef, ModelSource
+from plimsoll_operator.runtimes.program import (
+    SCRATCH_DIR,
+    STARTUP_BUDGET_SECONDS,
+    TMP_DIR,
+    Program,
+    Programs,
+    from_field,
+    from_limit,
+    from_secret,
+    http_probe,
+    model_path,
+    value,
+    with_users,
+)
+from plimsoll_operator.spec import Deployment
+from plimsoll_operator.tuning.values import Parameter
 
-COMMAND = ["python", "-m", "plimsoll_engine"]
+COMMAND = ("python", "-m", "plimsoll_engine")
 
-SCRATCH_DIR = "/scratch"
-TMP_DIR = "/tmp"
+# Every limit moves while this engine serves.
+LIVE = frozenset(Parameter)
+
+STARTUP_PERIOD_SECONDS = 2
+
+
+def programs(deployment: Deployment) -> Programs:
+    """The engine alone: it has the API and the control channel itself."""
+    return Programs(
+        Program(
+            name=names.ENGINE_CONTAINER,
+            image=deployment.image,
+            command=COMMAND,
+            arguments=tuple(arguments(deployment)),
+            environment=environment(deployment),
+            mounts=None,
+            probes={
+                # The first probe that answers ends the start-up; the engine exits when it cannot
+                # start.
+                "startupProbe": http_probe(
+                    "/health",
+                    period=STARTUP_PERIOD_SECONDS,
+                    timeout=5,
+                    failures=STARTUP_BUDGET_SECONDS // STARTUP_PERIOD_SECONDS,
+                ),
+                # A busy engine answers late: Kubernetes' default of one second would restart it.
+                "livenessProbe": http_probe("/health", period=10, timeout=10, failures=3),
+                "readinessProbe": http_probe("/health", period=2, timeout=5, failures=3),
+            },
+        )
+    )
 
 
 def arguments(deployment: Deployment) -> list[str]:
     """The engine's flags; spec.engine.extraArgs come last."""
     model, engine = deployment.model, deployment.engine
-    path = f"/{model.location.lstrip('/')}" if model.source is ModelSource.FILE else model.location
     flags: dict[str, object] = {
-        "--model": path,
+        "--model": model_path(model),
         "--served-model-name": model.served_name,
         "--device": "cpu" if deployment.on_cpu else "cuda",
         "--tensor-parallel-size": deployment.tensor_parallel_size,
@@ -44,42 +87,23 @@ def arguments(deployment: Deployment) -> list[str]:
     return [f"{flag}={value}" for flag, value in flags.items()] + list(engine.extra_args)
 
 
-def environment(deployment: Deployment) -> list[dict[str, Any]]:
+def environment(deployment: Deployment) -> tuple[dict[str, Any], ...]:
     """Identity and limits by the downward API, every cache under a writable mount, and the
     user's own variables last; a name that is already set is replaced."""
     variables: list[dict[str, Any]] = [
-        _from_field("POD_NAME", "metadata.name"),
-        _from_limit("PLIMSOLL_MEMORY_LIMIT", "limits.memory"),
-        _value("HF_HOME", names.HF_HOME),
-        _value("HOME", SCRATCH_DIR),
-        _value("XDG_CACHE_HOME", f"{SCRATCH_DIR}/cache"),
-        _value("TRITON_CACHE_DIR", f"{SCRATCH_DIR}/triton"),
-        _value("TORCHINDUCTOR_CACHE_DIR", f"{SCRATCH_DIR}/inductor"),
-        _value("TMPDIR", TMP_DIR),
+        from_field("POD_NAME", "metadata.name"),
+        from_limit("PLIMSOLL_MEMORY_LIMIT", "limits.memory"),
+        value("HF_HOME", names.HF_HOME),
+        value("HOME", SCRATCH_DIR),
+        value("XDG_CACHE_HOME", f"{SCRATCH_DIR}/cache"),
+        value("TRITON_CACHE_DIR", f"{SCRATCH_DIR}/triton"),
+        value("TORCHINDUCTOR_CACHE_DIR", f"{SCRATCH_DIR}/inductor"),
+        value("TMPDIR", TMP_DIR),
     ]
     if deployment.on_cpu:
-        variables.append(_from_limit("OMP_NUM_THREADS", "limits.cpu"))
+        variables.append(from_limit("OMP_NUM_THREADS", "limits.cpu"))
     if deployment.model.token is not None:
-        variables.append(_from_secret("HF_TOKEN", deployment.model.token))
+        variables.append(from_secret("HF_TOKEN", deployment.model.token))
     if deployment.api_key is not None:
-        variables.append(_from_secret("PLIMSOLL_API_KEY", deployment.api_key))
-    own = {variable["name"]: variable for variable in variables}
-    theirs = {variable["name"]: dict(variable) for variable in deployment.pod_template.env}
-    return list((own | theirs).values())
-
-
-def _value(name: str, value: str) -> dict[str, Any]:
-    return {"name": name, "value": value}
-
-
-def _from_field(name: str, path: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _from_limit(name: str, resource: str) -> dict[str, Any]:
-    reference = {"containerName": names.ENGINE_CONTAINER, "resource": resource}
-    return {"name": name, "valueFrom": {"resourceFieldRef": reference}}
-
-
-def _from_secret(name: str, ref: KeyRef) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}
+        variables.append(from_secret("PLIMSOLL_API_KEY", deployment.api_key))
+    return with_users(variables, deployment.pod_template.env)

@@ -1,8 +1,8 @@
 """From what is left of an engine container to the class of its death.
 
 In: a pod as observed. Out: a :class:`Failure`, or None. The engine's own termination message is
-believed first, then the kubelet's reason, then known fragments of the log's end (stock vLLM writes
-no termination message), then the exit status. Only out-of-memory kills that the kubelet calls
+believed first, then the kubelet's reason, then what vLLM's last words mean (last_words.py), then the
+exit status. Only out-of-memory kills that the kubelet calls
 OOMKilled are memory failures: a bare 137 is a SIGKILL by anybody.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plimsoll_operator.observed import Container, Pod, Termination
+from plimsoll_operator.tuning.last_words import read_estimated_length, read_last_words
 from plimsoll_operator.tuning.values import Failure, FailureClass
 
 MAX_MESSAGE = 256
@@ -28,31 +29,6 @@ _IMAGE_REASONS = {
     "RegistryUnavailable",
 }
 _CREATE_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
-
-# Fragments of vLLM's and torch's last words (engine.md: A3), most telling first. An allocation
-# failure outside start-up looks the same as one inside; the engine's progress lines tell.
-_FRAGMENTS: tuple[tuple[str, FailureClass], ...] = (
-    (r"Free memory on device .*less than desired GPU memory", FailureClass.GPU_BUSY_AT_START),
-    (r"Error in memory profiling", FailureClass.GPU_BUSY_AT_START),
-    (r"To serve at least one request with the models?'?s? max seq len",
-     FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
-    (r"No available memory for the cache blocks", FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
-    (r"Cannot auto-fit max_model_len", FailureClass.KV_TOO_SMALL_FOR_MAX_LEN),
-    (r"User-specified max_model_len .* is greater than the derived",
-     FailureClass.INVALID_CONFIGURATION),
-    (r"Failed to load model - not enough GPU memory", FailureClass.MODEL_TOO_LARGE),
-    (r"out of memory occurred when warming up sampler", FailureClass.CUDA_OOM_AT_START),
-    (r"\bXid\b|uncorrectable ECC|CUDA error: (?!out of memory)", FailureClass.GPU_FAULT),
-    (r"NCCL error|ncclUnhandled|ncclSystemError|ncclRemoteError|Watchdog caught collective",
-     FailureClass.COLLECTIVE_FAILURE),
-    (r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
-     FailureClass.CUDA_OOM_AT_RUNTIME),
-)  # fmt: skip
-# Seen before the server is up; with one of these at the end of the log an OOM was at start.
-_STARTING = re.compile(
-    r"profile_run|determine_available_memory|warming up|capture_model|load_model"
-)
-_ESTIMATED_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
 
 # What _describe says of a container killed at its limit, read back from status.
 _LIMIT_AT_DEATH = re.compile(r"killed at its memory limit of (\S+) ")
@@ -85,6 +61,8 @@ def classify(pod: Pod) -> Failure | None:
         return waiting
     if dead is not None:
         return dead
+    if pod.gate is not None and (failure := _from_gate(pod, pod.gate)) is not None:
+        return failure
     if pod.unschedulable is not None:
         return Failure(
             FailureClass.UNSCHEDULABLE,
@@ -108,6 +86,36 @@ def _from_waiting(pod: Pod, container: Container) -> Failure | None:
     return Failure(failure_class, incident, pod.name, _cut(message))
 
 
+def _from_gate(pod: Pod, gate: Container) -> Failure | None:
+    """The gate's end costs the requests that it had, and says nothing about the engine's memory."""
+    if (waiting := _from_waiting(pod, gate)) is not None:
+        return waiting
+    end = gate.termination
+    if end is None or pod.deleting:
+        return None
+    said = _last_json(end.message)
+    invalid = said.get("class") == FailureClass.INVALID_CONFIGURATION
+    failure_class = FailureClass.INVALID_CONFIGURATION if invalid else FailureClass.ENGINE_DEAD
+    if end.reason == "OOMKilled":
+        how = f"it was killed at its memory limit of {gate.memory_limit}"
+    else:
+        how = f"exit status {end.exit_code}"
+        lines = end.message.strip().splitlines()
+        if text := said.get("message") or (lines[-1] if lines else ""):
+            how += f": {text}"
+    death = gate.restarts + 1 if gate.ended else gate.restarts
+    return Failure(
+        failure_class=failure_class,
+        incident=f"{pod.uid}/gate/{death}",
+        pod=pod.name,
+        message=_cut(f"the gate before the engine ended: {how}"),
+        at=end.finished_at,
+        started_at=end.started_at,
+        exit_code=end.exit_code,
+        serving=None,
+    )
+
+
 def _from_termination(pod: Pod, container: Container) -> Failure | None:
     end = container.termination
     if end is None or pod.deleting:
@@ -118,8 +126,8 @@ def _from_termination(pod: Pod, container: Container) -> Failure | None:
     failure_class = _class_of(end, said)
     phase = said.get("phase")
     suggestion = said.get("suggestion") or {}
-    if not suggestion and (length := _ESTIMATED_LENGTH.search(end.message)):
-        suggestion = {"flag": "--max-model-len", "value": int(length.group(1))}
+    if not suggestion and (length := read_estimated_length(end.message)):
+        suggestion = {"flag": "--max-model-len", "value": length}
     if failure_class is FailureClass.CUDA_OOM_AT_RUNTIME:
         serving: bool | None = True
     else:
@@ -147,13 +155,8 @@ def _class_of(end: Termination, said: Mapping[str, Any]) -> FailureClass:
     if said.get("error") == "out_of_memory":
         at_runtime = said.get("phase") == SERVING_PHASE
         return FailureClass.CUDA_OOM_AT_RUNTIME if at_runtime else FailureClass.CUDA_OOM_AT_START
-    for pattern, failure_class in _FRAGMENTS:
-        if re.search(pattern, end.message):
-            at_start = failure_class is FailureClass.CUDA_OOM_AT_RUNTIME and _STARTING.search(
-                end.message
-            )
-            return FailureClass.CUDA_OOM_AT_START if at_start else failure_class
-    return FailureClass.ENGINE_DEAD
+    words = read_last_words(end.message)
+    return FailureClass.ENGINE_DEAD if words is None else words.failure_class
 
 
 def _describe(
@@ -173,6 +176,9 @@ def _describe(
         return f"{what}: {figures}"
     if failure_class is FailureClass.ENGINE_DEAD and end.exit_code > 128:
         return f"the engine was killed by signal {end.exit_code - 128}"
+    words = read_last_words(end.message)
+    if words is not None:
+        return f"{what}: {words.line}"
     lines = end.message.strip().splitlines()
     return f"{what}: {lines[-1]}" if lines else what
 

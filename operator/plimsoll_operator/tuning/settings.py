@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plimsoll_operator import runtimes
 from plimsoll_operator.spec import Bounds, Deployment
 from plimsoll_operator.tuning.values import FIELDS, LANE, Limits, Parameter, Settings
 
@@ -16,7 +17,10 @@ def tuning_settings(deployment: Deployment) -> Settings:
     start = engine.gpu_memory_utilization
     utilization, length = tuning.gpu_memory_utilization, tuning.max_model_len
     lowest, highest = utilization.min_allowed, utilization.max_allowed
-    memory_limit = deployment.limits.get("memory")
+    memory_limit, live = deployment.limits.get("memory"), runtimes.live_limits(deployment.runtime)
+    if Parameter.GPU_MEMORY_UTILIZATION not in live:
+        # Nothing moves it: it is a flag of the pod template, and that is the spec's alone.
+        lowest = highest = start
     return Settings(
         mode=tuning.mode,
         start=Limits(max_model_len=engine.max_model_len, gpu_memory_utilization=start),
@@ -34,6 +38,7 @@ def tuning_settings(deployment: Deployment) -> Settings:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         pinned=frozenset(each for each in LANE if _has_flag(engine.extra_args, each)),
+        live=live,
         max_restarts_per_day=tuning.max_restarts_per_day,
         drain=deployment.drain,
     )

@@ -155,7 +155,10 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
         verdicts=(
             available,
             verdicts.tuning_active(settings, available, inputs.outcomes, pending, late),
-            verdicts.tuning_limited(tuple(found.limited or "" for found in held_back)),
+            verdicts.tuning_limited(
+                tuple(found.limited or "" for found in held_back),
+                verdicts.needs_restart(settings, learned, policy, now),
+            ),
             verdicts.oom_detected(state.oom, settings, policy, now),
         ),
         state=state,

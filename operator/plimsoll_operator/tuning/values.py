@@ -7,7 +7,7 @@ utilisations and usages fractions of 1. None means unknown or "leave as it is", 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -124,6 +124,10 @@ class Limits:
         whole = value is not None and parameter in WHOLE
         limit: Any = int(value or 0) if whole else value
         return replace(self, **{FIELDS[parameter]: limit})
+
+    def only(self, parameters: Collection[Parameter]) -> Limits:
+        """Without the limits that are not among ``parameters``."""
+        return Limits(**{FIELDS[each]: getattr(self, FIELDS[each]) for each in parameters})
 
 
 class Parameter(StrEnum):

@@ -7,20 +7,25 @@ from collections.abc import Mapping
 
 from plimsoll_operator.quantities import parse_quantity
 from plimsoll_operator.spec import TuningMode
+from plimsoll_operator.tuning.bounds import active_blocks
 from plimsoll_operator.tuning.failures import limit_at_death
 from plimsoll_operator.tuning.policy import TuningPolicy
 from plimsoll_operator.tuning.values import (
+    TUNED,
     EngineReading,
     FailureClass,
+    Learned,
     LimitsOutcome,
     OOMRecord,
     OutcomeKind,
+    Parameter,
     Settings,
     Status,
     Unknown,
     Verdict,
 )
 
+_LINE = Parameter.GPU_MEMORY_UTILIZATION
 # In gRPC's words: the engine shows another certificate than the Secret holds.
 _DISTRUST = "CERTIFICATE_VERIFY_FAILED"
 
@@ -98,10 +103,31 @@ def _explain_late(pod: str, outcomes: Mapping[str, LimitsOutcome]) -> str:
     return message
 
 
-def tuning_limited(limits: tuple[str, ...]) -> Verdict:
+def tuning_limited(limits: tuple[str, ...], needs_restart: str | None = None) -> Verdict:
+    """``needs_restart``: what would be moved, did the runtime read it while it serves."""
+    if needs_restart is not None:
+        return Verdict("TuningLimited", Status.TRUE, "ReadAtStart", needs_restart)
     if limits:
         return Verdict("TuningLimited", Status.TRUE, "AtBound", "; ".join(limits))
     return Verdict("TuningLimited", Status.FALSE, "WithinBounds", "no bound holds the tuner back")
+
+
+def needs_restart(
+    settings: Settings, learned: Learned, policy: TuningPolicy, now: float
+) -> str | None:
+    """A utilisation that killed an engine and stays all the same, because it is a flag."""
+    line = settings.start.gpu_memory_utilization
+    if line is None or settings.mode not in TUNED or settings.may_move(_LINE):
+        return None
+    died = [b for b in active_blocks(learned, policy, now) if b.utilization <= line]
+    if not died:
+        return None
+    first = died[0]
+    return (
+        f"an engine ended by {first.failure_class} at a gpuMemoryUtilization of "
+        f"{first.utilization:.2f}; this runtime reads it when it starts, and it stays what the spec "
+        "says: lower spec.engine.gpuMemoryUtilization"
+    )
 
 
 def oom_detected(oom: OOMRecord, settings: Settings, policy: TuningPolicy, now: float) -> Verdict:
