@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.prefix_cache import PrefixHashes
@@ -215,23 +215,29 @@ class Scheduler:
         # Decoding requests first: one token each, and a long prompt does not hold them up. Only
         # they allocate here; a prompt has had its blocks since its admission. So victims, from the
         # end of the order, are never in ``chunks`` yet.
-        decoding: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self._running:
-            (decoding if sequence.remaining <= 1 else prompts).append(sequence)
-        for sequence in chain(decoding, prompts):
-            if budget == 0:
-                break
-            if sequence.state is not SequenceState.RUNNING:
+        for sequence in tuple(self._running):
+            start, count = sequence.computed, len(sequence.tokens) - sequence.computed
+            if count > 1:
+                prompts.append(sequence)
                 continue
-            start, count = sequence.computed, sequence.remaining
-            count = min(count, budget)
-            held = len(sequence.blocks) * self._block_size
-            if start + count > held and not self._make_room(sequence, start + count, preempted):
+            if budget == 0 or sequence.state is not SequenceState.RUNNING:
+                continue
+            end = start + count
+            full = end > len(sequence.blocks) * self._block_size
+            if full and not self._make_room(sequence, end, preempted):
                 starved = True
                 continue
             chunks.append(ScheduledChunk(sequence, start, count))
             budget -= count
+        for sequence in prompts:
+            if budget == 0:
+                break
+            # It may have been a victim meanwhile.
+            if sequence.state is SequenceState.RUNNING:
+                count = min(sequence.remaining, budget)
+                chunks.append(ScheduledChunk(sequence, sequence.computed, count))
+                budget -= count
 
         admitted: list[Sequence] = []
         if not preempted and not starved:

@@ -64,7 +64,7 @@ class Surprise:
     bytes: float
 
 
-def draw_surprises(seed: int, span: float) -> tuple[Surprise, ...]:
+def draw_surprises(seed: str, span: float) -> tuple[Surprise, ...]:
     """Of one run, in order; the same for every policy."""
     chance = random.Random(f"surprises {seed}")
     found, time = [], chance.expovariate(1 / _SURPRISE_INTERVAL)
@@ -148,12 +148,12 @@ class DeviceMemory:
         return self.hardware.total_bytes - self._cotenant_bytes(now)
 
     def _unplanned(self, now: float) -> float:
-        return (
-            self._fragmentation
-            + self._surprise(now)
-            + self._cotenant_bytes(now)
-            + self._leaked(now)
-        )
+        others = self._fragmentation + self._surprise(now)
+        if self._cotenant is not None:
+            others += self._cotenant_bytes(now)
+        if self._leak is not None:
+            others += self._leaked(now)
+        return others
 
     def _surprise(self, now: float) -> float:
         index = bisect_right(self._starts, now) - 1

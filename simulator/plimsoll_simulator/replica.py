@@ -75,12 +75,13 @@ class Counters:
     busy_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """A step under way. ``answering`` get their first token by it, ``ending`` their last; ``beyond``
     bytes are its activations above the reserve."""
 
     scheduled: ScheduledStep
+    tokens: int
     sampled: dict[str, int]
     answering: list[Sequence]
     ending: list[Sequence]
@@ -211,7 +212,7 @@ class Replica:
         counters.recomputed_tokens += done.recomputed_tokens
         counters.prompt_tokens += done.prompt_tokens
         counters.generation_tokens += len(step.sampled)
-        counters.computed_tokens += step.scheduled.num_tokens
+        counters.computed_tokens += step.tokens
         for sequence in step.answering:
             record = self.live[sequence.request_id]
             if record.first_token is None:
@@ -282,7 +283,7 @@ class Replica:
                     ending.append(sequence)
         duration = self._step_time(prefills, decoding, held)
         beyond = self.memory.activations_beyond_profile(tokens, longest, rows)
-        return Step(scheduled, sampled, answering, ending, duration, beyond)
+        return Step(scheduled, tokens, sampled, answering, ending, duration, beyond)
 
     def _note_preempted(self, scheduled: ScheduledStep) -> None:
         for sequence in scheduled.preempted:

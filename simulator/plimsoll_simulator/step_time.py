@@ -36,6 +36,11 @@ def step_time_of(hardware: Hardware, model: Model) -> StepTime:
     return roofline(hardware.bandwidth, hardware.flops, model)
 
 
+def seconds_per_prompt_token(step_time: StepTime) -> float:
+    """Of a whole step of 2048, without other context."""
+    return step_time(((2048, 0),), 0, 0) / 2048
+
+
 def roofline(bandwidth: float, flops: float, model: Model) -> StepTime:
     """Weights are read once per step or computed with, whichever takes longer; then the keys and
     values are read."""
