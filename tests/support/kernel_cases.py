@@ -1,7 +1,7 @@
 """Cases for the kernels, and a program that runs them all under Triton's interpreter.
 
 ``python -m support.kernel_cases`` with TRITON_INTERPRET=1 prints, as JSON, for each case how far
-kernel and plain-torch twin are apart. It is a process of its own because Triton decides at import
+kernel and plain-torch twin are apart (NaN where one of them is). It is a process of its own because Triton decides at import
 whether kernels are interpreted.
 """
 
@@ -30,6 +30,8 @@ class KernelCase:
     dtype: torch.dtype
     # (query tokens, context length) of each sequence.
     sequences: tuple[tuple[int, int], ...]
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
 
 def _around(block: int) -> tuple[tuple[int, int], ...]:
@@ -37,18 +39,32 @@ def _around(block: int) -> tuple[tuple[int, int], ...]:
     return tuple((1, length) for length in (1, block - 1, block, block + 1, 33))
 
 
+# Small on purpose: the interpreter takes about a tenth of a millisecond for every operation of
+# every tile of every program, whatever its size.
+F16, F32 = torch.float16, torch.float32
 CASES = (
-    KernelCase("decode-block16", 9, 3, 64, 16, torch.float32, _around(16)),
-    KernelCase("decode-block32", 4, 2, 64, 32, torch.float32, _around(32)),
-    KernelCase("decode-block48-head80", 4, 4, 80, 48, torch.float32, _around(48)),
-    KernelCase("decode-long", 2, 1, 64, 16, torch.float32, ((1, 1023), (1, 5))),
-    KernelCase("decode-fp16", 9, 3, 64, 16, torch.float16, _around(16)),
-    KernelCase("decode-24-heads-per-kv-head", 24, 1, 64, 16, torch.float32, ((1, 40),)),
-    KernelCase("prefill", 9, 3, 64, 16, torch.float32, ((16, 16), (1, 1), (33, 33))),
-    KernelCase("prefill-later-chunk", 9, 3, 64, 16, torch.float32, ((7, 40), (15, 64), (17, 18))),
-    KernelCase("prefill-head256", 2, 1, 256, 16, torch.float32, ((21, 45),)),
-    KernelCase("mixed", 8, 2, 64, 32, torch.float32, ((1, 33), (40, 47), (1, 1), (5, 5))),
-    KernelCase("mixed-fp16", 9, 3, 64, 16, torch.float16, ((1, 33), (31, 47), (1, 16))),
+    KernelCase("decode-block16", 3, 1, 64, 16, F32, _around(16)),
+    KernelCase("decode-block32-fp16", 4, 2, 64, 32, F16, ((1, 31), (1, 33))),
+    KernelCase("decode-block48-head80", 2, 2, 80, 48, F32, ((1, 47), (1, 49))),
+    KernelCase("decode-24-heads-of-96", 24, 1, 96, 16, F32, ((1, 40),)),
+    # More than one tile for a split, and splits without any.
+    KernelCase("decode-long", 2, 1, 64, 16, F32, ((1, 283), (1, 5))),
+    KernelCase("decode-window", 2, 1, 64, 16, F32, ((1, 101), (1, 20)), 20),
+    KernelCase("decode-window-of-1", 1, 1, 64, 16, F32, ((1, 33),), 1),
+    KernelCase("decode-cap-fp16", 2, 1, 128, 16, F16, ((1, 37),), 36, 1.5),
+    KernelCase("prefill", 3, 1, 64, 16, F32, ((16, 16), (1, 1), (33, 33))),
+    KernelCase("prefill-later-chunk", 3, 1, 64, 16, F32, ((7, 40), (15, 64), (17, 18))),
+    KernelCase("prefill-head256", 2, 1, 256, 16, F32, ((21, 45),)),
+    KernelCase("prefill-window", 3, 1, 64, 16, F32, ((9, 90), (12, 12), (40, 41)), 11),
+    KernelCase("prefill-cap", 1, 1, 64, 16, F32, ((18, 20),), None, 2.0),
+    KernelCase("mixed", 8, 2, 64, 32, F32, ((1, 33), (11, 47), (1, 1))),
+    KernelCase("mixed-window-cap-fp16", 3, 1, 64, 16, F16, ((1, 70), (11, 77), (1, 16)), 18, 3.0),
+)
+
+# Every token and KV head is a program of its own, so few of them.
+WRITE_CASES = (
+    KernelCase("write-block16", 2, 2, 64, 16, F32, ((1, 17), (3, 5))),
+    KernelCase("write-block48-head80-fp16", 1, 1, 80, 48, F16, ((50, 50),)),
 )
 
 # For the twin alone: the interpreter multiplies bfloat16 matrices by their bit patterns (in a
@@ -119,33 +135,75 @@ def segmented_cache(case: KernelCase, num_blocks: int) -> KVCache:
     return cache
 
 
-def run_case(case: KernelCase) -> dict[str, float]:
-    """Largest differences between kernels and twins."""
+def poison(case: KernelCase, inputs: KernelInputs, cache: KVCache) -> None:
+    """Puts NaN before every window, up to the tile or block that it begins in: even with weight 0,
+    a result of what was read there is NaN."""
+    from plimsoll_engine.reference.kv_write import kv_write
+
+    unseen, start = [], 0
+    for queries, context in case.sequences:
+        first = context - queries - (case.sliding_window or context) + 1
+        unseen.extend(range(start, start + max(0, first // 32 * 32)))
+        start += context
+    slots = inputs.slots[unseen]
+    nothing = torch.full((len(unseen), case.num_kv_heads, case.head_size), torch.nan)
+    kv_write(nothing.to(case.dtype), nothing.to(case.dtype), cache, LAYER, slots)
+
+
+def run_write(case: KernelCase) -> dict[str, float]:
+    """Largest differences of what is at the slots, and of everything else from zero."""
     from plimsoll_engine.ops.kv_write import kv_write
-    from plimsoll_engine.ops.paged_attention import paged_attention
+
+    inputs = make_inputs(case)
+    cache = segmented_cache(case, inputs.num_blocks)
+    kv_write(inputs.key, inputs.value, cache, LAYER, inputs.slots)
+    # [segments, layers, 2, blocks, block_size, kv_heads, head_size]
+    rows = cache.rows.view(-1, *layout_of(case).segment_shape)
+    by_slot = rows.permute(1, 2, 0, 3, 4, 5, 6).flatten(2, 4).clone()
+    stored = by_slot[LAYER][:, inputs.slots]
+    by_slot[LAYER][:, inputs.slots] = 0
+    return {
+        "write": largest_difference(stored, torch.stack([inputs.key, inputs.value])),
+        "elsewhere": float(by_slot.abs().max()),
+    }
+
+
+def run_case(case: KernelCase) -> dict[str, float]:
+    """Largest differences between kernels and twins; "whole" where the launcher chose splits."""
+    from plimsoll_engine.ops.paged_attention import paged_attention, whole_attention
+    from plimsoll_engine.ops.split_attention import is_split
+    from plimsoll_engine.reference.kv_write import kv_write
     from plimsoll_engine.reference.paged_attention import paged_attention as twin
 
     inputs = make_inputs(case)
     cache = segmented_cache(case, inputs.num_blocks)
     kv_write(inputs.key, inputs.value, cache, LAYER, inputs.slots)
-    rows = cache.rows.view(-1, *layout_of(case).segment_shape)
-    # [segments, 2, blocks, block_size, kv_heads, head_size] of the layer written, and of the other.
-    written = rows[:, LAYER].transpose(0, 1).flatten(1, 3)
-    stored = written[:, inputs.slots]
-    wrong = (stored - torch.stack([inputs.key, inputs.value])).abs().max()
-    elsewhere = rows[:, 1 - LAYER].abs().max()
-    scale = case.head_size**-0.5
-    mine = paged_attention(inputs.query, cache, LAYER, inputs.batch, scale)
-    theirs = twin(inputs.query, cache, LAYER, inputs.batch, scale)
-    return {
-        "write": float(wrong),
-        "elsewhere": float(elsewhere),
-        "attention": float((mine.float() - theirs.float()).abs().max()),
-    }
+    poison(case, inputs, cache)
+    arguments = (inputs.query, cache, LAYER, inputs.batch, case.head_size**-0.5)
+    limits = (case.sliding_window, case.soft_cap)
+    expected = twin(*arguments, *limits)
+    chosen = paged_attention(*arguments, *limits)
+    result = {"attention": largest_difference(chosen, expected)}
+    if is_split(inputs.batch, case.num_kv_heads):
+        result["whole"] = largest_difference(whole_attention(*arguments, *limits), expected)
+    return result
+
+
+def largest_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """NaN if there is one anywhere."""
+    return float((mine.float() - theirs.float()).abs().max())
 
 
 def main() -> None:
-    print(json.dumps({case.name: run_case(case) for case in CASES}))
+    from support.layer_op_cases import run_decoder, run_layer_ops
+    from support.wide_segment import run_wide_segment
+
+    measured = {case.name: run_case(case) for case in CASES}
+    measured |= {case.name: run_write(case) for case in WRITE_CASES}
+    measured["wide-segment"] = run_wide_segment()
+    measured["layer-ops"] = run_layer_ops()
+    measured["decoder"] = run_decoder()
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":
