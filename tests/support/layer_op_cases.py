@@ -84,9 +84,7 @@ def run_decoder() -> dict[str, float]:
     token_ids, positions = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 1, 2, 3, 8])
     shard = divide(num_heads=4, num_kv_heads=2, intermediate_size=40, vocab_size=50, rank=0, size=1)
 
-    def forward(
-        ops: LayerOps, attention: type[TorchAttention] | type[TritonAttention]
-    ) -> torch.Tensor:
+    def forward(ops: LayerOps, attention: type[TorchAttention | TritonAttention]) -> torch.Tensor:
         decoder = Decoder(config, shard, LoneRank(), torch.float32, CPU, ops)
         generator = torch.Generator().manual_seed(0)
         for place in decoder.destinations().values():
