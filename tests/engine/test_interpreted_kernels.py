@@ -54,6 +54,12 @@ def test_keys_and_values_are_written_where_they_belong(
     assert interpreted[case.name] == {"write": 0.0, "elsewhere": 0.0}
 
 
+def test_splits_divide_what_the_window_shows(interpreted: Measured) -> None:
+    """Positions 81 to 100 lie in two tiles: the first two splits have one each."""
+    assert interpreted["splits"]["last_filled"] == 1
+    assert interpreted["splits"]["reduce"] < TOLERANCE[torch.float32]
+
+
 def test_offsets_have_64_bits(interpreted: Measured) -> None:
     """In a segment of 2^33 elements."""
     measured = interpreted["wide-segment"]

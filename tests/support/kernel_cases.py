@@ -150,7 +150,8 @@ def fill(cache: KVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Te
 def poison(case: KernelCase, inputs: KernelInputs, cache: KVCache) -> None:
     """Puts NaN before every window, up to the tile or block that it begins in: even with weight 0,
     a result of what was read there is NaN."""
-    unseen, start = [], 0
+    unseen: list[int] = []
+    start = 0
     for queries, context in case.sequences:
         first = context - queries - (case.sliding_window or context) + 1
         unseen.extend(range(start, start + max(0, first // 32 * 32)))
@@ -201,6 +202,28 @@ def run_case(case: KernelCase) -> dict[str, float]:
     return result
 
 
+def run_splits() -> dict[str, float]:
+    """Which split of a window's is the last that saw anything; and how far the second pass is from
+    its twin when splits that saw nothing hold NaN."""
+    from plimsoll_engine.ops.split_attention import attend_splits, reduce_splits
+    from plimsoll_engine.reference.split_attention import SplitResults
+    from plimsoll_engine.reference.split_attention import reduce_splits as twin
+
+    case = KernelCase("window", 2, 1, 64, 16, F32, ((1, 101),), 20)
+    inputs = make_inputs(case)
+    cache = segmented_cache(case, inputs.num_blocks)
+    fill(cache, inputs.key, inputs.value, inputs.slots)
+    found = attend_splits(inputs.query, cache, LAYER, inputs.batch, 0.125, 20, None)
+    filled = (found.maxima > -math.inf).all(1)[0]
+    partials = found.partials.masked_fill(~filled[:, None], math.nan)
+    results = SplitResults(partials, found.maxima, found.sums)
+    mine, theirs = reduce_splits(results, F32), twin(results, F32)
+    return {
+        "last_filled": float(filled.nonzero().max()),
+        "reduce": largest_difference(mine, theirs),
+    }
+
+
 def largest_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """NaN if there is one anywhere."""
     return float((mine.float() - theirs.float()).abs().max())
@@ -212,6 +235,7 @@ def main() -> None:
 
     measured = {case.name: run_case(case) for case in CASES}
     measured |= {case.name: run_write(case) for case in WRITE_CASES}
+    measured["splits"] = run_splits()
     measured["wide-segment"] = run_wide_segment()
     measured["layer-ops"] = run_layer_ops()
     measured["decoder"] = run_decoder()
