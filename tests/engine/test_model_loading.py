@@ -92,8 +92,10 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         "gate_proj.weight has shape (192, 128)",
     ),
     "another architecture": (
-        lambda folder: change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2",
+        lambda folder: change_config(
+            folder, model_type="mamba", architectures=["MambaForCausalLM"]
+        ),
+        "the model's type mamba has state beside keys and values; supported: ",
     ),
     "another head": (
         lambda folder: change_config(folder, architectures=["LlamaForSequenceClassification"]),
