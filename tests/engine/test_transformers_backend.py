@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from plimsoll_engine.config import DeviceType, EngineConfig
 from plimsoll_engine.model_runner import ModelRunner
-from plimsoll_engine.models.backends import load_served_model
+from plimsoll_engine.models.backends import check_parallel_size, load_served_model
 from plimsoll_engine.models.source import ModelSource
 from plimsoll_engine.models.transformers_trial import try_model
 from plimsoll_engine.sampling_params import SamplingParams
@@ -83,8 +83,9 @@ def test_length_ends_where_angles_would_depend_on_the_batch() -> None:
 REFUSED = {
     "mamba": "state beside keys and values",
     "rwkv": "state beside keys and values",
-    "jamba": "state beside keys and values",
     "bloom": "no support for transformers' attention interface",
+    "stablelm": "no support for transformers' attention interface",
+    "llama4_text": "layers of the type chunked_attention",
     "bert": "attention to later tokens",
     "gpt_oss": "s_aux in its attention",
     "t5": "more parts than one decoder",
@@ -119,14 +120,9 @@ def test_memory_is_told_and_held(tmp_path: Path) -> None:
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
     save_tiny_model(FAMILIES["olmo2"], tmp_path)
-    config = EngineConfig(
-        model=str(tmp_path), device=DeviceType.CPU, tensor_parallel_size=2, device_memory=8 * GIB
-    )
     model = load_served_model(ModelSource(tmp_path))
-    from plimsoll_engine.models.backends import check_parallel_size
-
     with pytest.raises(EngineFailure, match="Olmo2ForCausalLM runs in transformers' own code"):
-        check_parallel_size(model, config.tensor_parallel_size)
+        check_parallel_size(model, 2)
 
 
 def test_weight_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None:

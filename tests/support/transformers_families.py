@@ -59,7 +59,6 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "starcoder2": tiny_config("starcoder2", sliding_window=21),
     "cohere": tiny_config("cohere", logit_scale=0.3),
-    "stablelm": tiny_config("stablelm", partial_rotary_factor=0.5),
     # Embeddings narrower than the layers; the head asks for the body's decoder.
     "opt": tiny_config("opt", ffn_dim=96, word_embed_proj_dim=32),
     "mixtral": tiny_config("mixtral", num_local_experts=4, num_experts_per_tok=2),

@@ -114,7 +114,7 @@ def _model_class(hf_config: Any) -> Any:
         _refuse(model_type, "more parts than one decoder", "models of text alone")
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         _refuse(model_type, "no causal language model in transformers", "types that have one")
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     for named in getattr(hf_config, "architectures", None) or []:
         if named != kind.__name__:
             _refuse(model_type, f"the architecture {named}", kind.__name__)
