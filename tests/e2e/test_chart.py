@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import os
 import shutil
 import socket
@@ -57,8 +59,13 @@ class Helm:
         return str(refused.value)
 
     def render(self, *arguments: str, release: str = "plimsoll") -> list[Json]:
-        text = self("template", release, str(CHART), "--namespace", "ops", *arguments)
-        return [body for body in yaml.safe_load_all(text) if body is not None]
+        """Each once: helm takes most of a second."""
+        call = (release, *arguments)
+        if call not in _RENDERED:
+            text = self("template", release, str(CHART), "--namespace", "ops", *arguments)
+            loaded = yaml.load_all(text, Loader=yaml.CSafeLoader)
+            _RENDERED[call] = [body for body in loaded if body is not None]
+        return copy.deepcopy(_RENDERED[call])
 
     def _run(self, program: Path, *arguments: str) -> str:
         done = subprocess.run(
@@ -171,6 +178,9 @@ class TestRendering:
 
 
 class TestMonitoring:
+            ("monitoring.dashboards.enabled=yes", "enabled"),
+            ("monitoring.alerts.for=2 minutes", "for"),
+            ("monitoring.alerts.runbookBase=docs", "runbookBase"),
     def monitoring(self, bodies: list[Json]) -> list[Json]:
         return of_kind(bodies, "PodMonitor") + of_kind(bodies, "PrometheusRule")
 
@@ -178,10 +188,15 @@ class TestMonitoring:
         ("arguments", "kinds"),
         [
             ((), []),
-            (PROMETHEUS, ["PodMonitor", "PrometheusRule"]),
-            (("--set", "monitoring.enabled=true"), ["PodMonitor", "PrometheusRule"]),
+            (PROMETHEUS, ["PodMonitor", "PodMonitor", "PrometheusRule"]),
+            (("--set", "monitoring.enabled=true"), ["PodMonitor", "PodMonitor", "PrometheusRule"]),
             ((*PROMETHEUS, "--set", "monitoring.enabled=false"), []),
-            ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"]),
+    def engines(self, bodies: list[Json]) -> Json:
+        monitors = of_kind(bodies, "PodMonitor")
+        (monitor,) = (each for each in monitors if each["metadata"]["name"].endswith("-engines"))
+        return monitor
+
+            ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"] * 2),
         ],
     )
     def test_when_it_is_there(
@@ -204,7 +219,7 @@ class TestMonitoring:
         )
         for body in self.monitoring(bodies):
             assert body["metadata"]["labels"]["release"] == "prom-stack"
-        (monitor,) = of_kind(bodies, "PodMonitor")
+        monitor = self.engines(bodies)
         template = build_pod_template(deployment(), "plimsoll/engine:0.1.0")
         labels = template["metadata"]["labels"]
         assert monitor["spec"]["namespaceSelector"] == {"any": True}
@@ -214,17 +229,87 @@ class TestMonitoring:
         ports = {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}
         assert endpoint["port"] in ports
 
-    def test_the_alert_on_cache_usage(self, helm: Helm) -> None:
+    def test_the_engines_series_have_both_names_of_the_model(self, helm: Helm) -> None:
+        (endpoint,) = self.engines(helm.render(*PROMETHEUS))["spec"]["podMetricsEndpoints"]
+        assert endpoint["metricRelabelings"] == [
+            {"sourceLabels": ["model_name"], "regex": "(.+)", "targetLabel": "model"}
+        ]
+
+    def test_in_listed_namespaces_only_their_pods_are_read(self, helm: Helm) -> None:
+        bodies = helm.render(*PROMETHEUS, "--set", "watchNamespaces={a,b}")
+        assert self.engines(bodies)["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+    def test_the_operators_monitor_selects_the_operators_pods(self, helm: Helm) -> None:
+        bodies = helm.render(*PROMETHEUS)
+        (monitor,) = (m for m in of_kind(bodies, "PodMonitor") if m != self.engines(bodies))
+        pod = operator_pod(bodies)
+        selected = monitor["spec"]["selector"]["matchLabels"].items()
+        assert selected <= pod["metadata"]["labels"].items()
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        (port,) = pod["spec"]["containers"][0]["ports"]
+        assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
+        # Else the namespace of a series would be the operator's and not the LLMDeployment's.
+        assert endpoint["honorLabels"] is True
+        (service,) = of_kind(bodies, "Service")
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+
+    def test_the_rules_are_those_of_the_file(self, helm: Helm) -> None:
         (rule,) = of_kind(helm.render(*PROMETHEUS), "PrometheusRule")
-        alerts = {r["alert"]: r for group in rule["spec"]["groups"] for r in group["rules"]}
-        high = alerts["PlimsollCacheUsageHigh"]
+        source = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+        assert rule["spec"] == source
+
+    def test_values_change_the_cache_alerts_and_where_runbooks_are(self, helm: Helm) -> None:
+        # As text, as --set gives it.
+        values = ("cacheUsage=0.8", "for=7m", "runbookBase=https://example.org/v1/")
+        sets = (f"--set=monitoring.alerts.{value}" for value in values)
+        (rule,) = of_kind(helm.render(*PROMETHEUS, *sets), "PrometheusRule")
+        before = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+        for group, was in zip(rule["spec"]["groups"], before["groups"], strict=True):
+            for now, then in zip(group["rules"], was["rules"], strict=True):
+                if "alert" not in now:
+                    assert now == then
+                    continue
+                link = then["annotations"]["runbook_url"].replace(
+                    "docs/", "https://example.org/v1/"
+                )
+                assert now["annotations"]["runbook_url"] == link
+                if now["alert"] in ("PlimsollCacheUsageHigh", "PlimsollCachePressure"):
+                    assert now["expr"] == then["expr"].replace("> 0.95", "> 0.8")
+                    assert (now["for"], then["for"]) == ("7m", "2m")
+                else:
+                    assert now["expr"] == then["expr"]
+                    assert now.get("for") == then.get("for")
+
+    def test_full_alone_is_a_warning_and_with_waiting_somebody_is_called(self, helm: Helm) -> None:
+        (rule,) = of_kind(helm.render(*PROMETHEUS), "PrometheusRule")
+        alerts = {r.get("alert"): r for group in rule["spec"]["groups"] for r in group["rules"]}
+        high, pressure = alerts["PlimsollCacheUsageHigh"], alerts["PlimsollCachePressure"]
         assert high["expr"].endswith("> 0.95")
-        assert "vllm:kv_cache_usage_perc" in high["expr"]
-        assert high["for"] == "5m"
         assert "{{ $labels.pod }}" in high["annotations"]["summary"]
-        # Fullness alone is a warning; only with requests waiting somebody is called.
-        assert high["labels"]["severity"] == "warning"
-        assert alerts["PlimsollCachePressure"]["labels"]["severity"] == "critical"
+        assert (high["labels"]["severity"], pressure["labels"]["severity"]) == (
+            "warning",
+            "critical",
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "there"),
+        [
+            ((), False),
+            (PROMETHEUS, True),
+            ((*PROMETHEUS, "--set", "monitoring.dashboards.enabled=false"), False),
+            (("--set", "monitoring.dashboards.enabled=true"), True),
+        ],
+    )
+    def test_the_dashboard_is_where_grafana_looks(
+        self, helm: Helm, arguments: tuple[str, ...], there: bool
+    ) -> None:
+        maps = of_kind(helm.render(*arguments), "ConfigMap")
+        assert len(maps) == there
+        for each in maps:
+            assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+            shown = json.loads(each["data"]["plimsoll.json"])
+            assert shown == json.loads((CHART / "files" / "dashboard.json").read_text())
 
 
 def deployment() -> Deployment:
@@ -315,11 +400,33 @@ class TestInstallation:
             await until(complete, 30)
         finally:
             await operator.stop()
+        # One that looks for each kind of target: each may be read.
+        kinds = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+        for kind in kinds:
+            await server.create(
+                api.MEMORY_ADVISOR,
+                namespace,
+                {
+                    "apiVersion": "plimsoll.dev/v1alpha1",
+                    "kind": "MemoryAdvisor",
+                    "metadata": {"name": kind.lower()},
+                    "spec": {"targetRef": {"kind": kind, "name": "none"}},
+                },
+            )
+
+        async def looked() -> bool:
+            found = [
+                await server.get(api.MEMORY_ADVISOR, namespace, kind.lower()) for kind in kinds
+            ]
+            reasons = [condition_of(each or {}, "TargetFound").get("reason") for each in found]
+            return reasons == ["NotFound"] * len(kinds)
+
         assert "forbidden" not in operator.log.lower()
         assert "permission" not in operator.log.lower()
 
         account = f"system:serviceaccount:{server.namespace}:{server.namespace}"
         for verb, resource in (
+            await until(looked, 30)
             ("update", "llmdeployments.plimsoll.dev"),
             ("patch", "llmdeployments.plimsoll.dev"),
             ("delete", "llmdeployments.plimsoll.dev"),
