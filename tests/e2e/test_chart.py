@@ -19,9 +19,10 @@ import yaml
 
 from plimsoll_local.binaries import Binaries, ensure_binaries
 from plimsoll_local.controlplane import Component, ControlPlane
+from plimsoll_operator import cluster as api
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.spec import Deployment
-from support.apiserver import ApiServer, OperatorProcess, until
+from support.apiserver import ApiServer, OperatorProcess, condition_of, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -171,6 +172,9 @@ class TestRendering:
             ("replicas=-1", "replicas"),
             ("watchNamespaces={Not_A_Name}", "watchNamespaces"),
             ("monitoring.enabled=yes", "enabled"),
+            ("monitoring.dashboards.enabled=yes", "enabled"),
+            ("monitoring.alerts.for=2 minutes", "for"),
+            ("monitoring.alerts.runbookBase=docs", "runbookBase"),
         ],
     )
     def test_a_bad_value_is_refused_by_name(self, helm: Helm, value: str, named: str) -> None:
@@ -178,11 +182,13 @@ class TestRendering:
 
 
 class TestMonitoring:
-            ("monitoring.dashboards.enabled=yes", "enabled"),
-            ("monitoring.alerts.for=2 minutes", "for"),
-            ("monitoring.alerts.runbookBase=docs", "runbookBase"),
     def monitoring(self, bodies: list[Json]) -> list[Json]:
         return of_kind(bodies, "PodMonitor") + of_kind(bodies, "PrometheusRule")
+
+    def engines(self, bodies: list[Json]) -> Json:
+        monitors = of_kind(bodies, "PodMonitor")
+        (monitor,) = (each for each in monitors if each["metadata"]["name"].endswith("-engines"))
+        return monitor
 
     @pytest.mark.parametrize(
         ("arguments", "kinds"),
@@ -191,11 +197,6 @@ class TestMonitoring:
             (PROMETHEUS, ["PodMonitor", "PodMonitor", "PrometheusRule"]),
             (("--set", "monitoring.enabled=true"), ["PodMonitor", "PodMonitor", "PrometheusRule"]),
             ((*PROMETHEUS, "--set", "monitoring.enabled=false"), []),
-    def engines(self, bodies: list[Json]) -> Json:
-        monitors = of_kind(bodies, "PodMonitor")
-        (monitor,) = (each for each in monitors if each["metadata"]["name"].endswith("-engines"))
-        return monitor
-
             ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"] * 2),
         ],
     )
@@ -393,13 +394,6 @@ class TestInstallation:
         async def complete() -> bool:
             return expected <= {key.split()[0] for key in await server.versions()}
 
-        operator = await _start_operator(kubeconfig, namespace, watched)
-        try:
-            await server.create_deployment()
-            await server.wait_for("Progressing")
-            await until(complete, 30)
-        finally:
-            await operator.stop()
         # One that looks for each kind of target: each may be read.
         kinds = ("Deployment", "StatefulSet", "LeaderWorkerSet")
         for kind in kinds:
@@ -421,12 +415,19 @@ class TestInstallation:
             reasons = [condition_of(each or {}, "TargetFound").get("reason") for each in found]
             return reasons == ["NotFound"] * len(kinds)
 
+        operator = await _start_operator(kubeconfig, namespace, watched)
+        try:
+            await server.create_deployment()
+            await server.wait_for("Progressing")
+            await until(complete, 30)
+            await until(looked, 30)
+        finally:
+            await operator.stop()
         assert "forbidden" not in operator.log.lower()
         assert "permission" not in operator.log.lower()
 
         account = f"system:serviceaccount:{server.namespace}:{server.namespace}"
         for verb, resource in (
-            await until(looked, 30)
             ("update", "llmdeployments.plimsoll.dev"),
             ("patch", "llmdeployments.plimsoll.dev"),
             ("delete", "llmdeployments.plimsoll.dev"),
