@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -41,6 +41,9 @@ def binaries() -> Binaries:
 class Helm:
     """The real helm, with a home of its own and the cluster of ``kubeconfig``."""
 
+    # helm takes most of a second for each.
+    _rendered: ClassVar[dict[tuple[str, ...], list[Json]]] = {}
+
     def __init__(self, binaries: Binaries, home: Path, kubeconfig: Path | None = None) -> None:
         self._binaries = binaries
         self._environment = {"PATH": os.environ["PATH"], "HOME": os.fspath(home)}
@@ -60,13 +63,12 @@ class Helm:
         return str(refused.value)
 
     def render(self, *arguments: str, release: str = "plimsoll") -> list[Json]:
-        """Each once: helm takes most of a second."""
         call = (release, *arguments)
-        if call not in _RENDERED:
+        if call not in self._rendered:
             text = self("template", release, str(CHART), "--namespace", "ops", *arguments)
             loaded = yaml.load_all(text, Loader=yaml.CSafeLoader)
-            _RENDERED[call] = [body for body in loaded if body is not None]
-        return copy.deepcopy(_RENDERED[call])
+            self._rendered[call] = [body for body in loaded if body is not None]
+        return copy.deepcopy(self._rendered[call])
 
     def _run(self, program: Path, *arguments: str) -> str:
         done = subprocess.run(
