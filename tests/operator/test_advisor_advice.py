@@ -7,7 +7,7 @@ import pytest
 from plimsoll_operator.advisor.advice import Outcome, standing
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.tuning.values import Parameter, Rule, Unknown, UnknownReason
-from support.advising import ARGS, Scene, advisor_body, pod_body
+from support.advising import ARGS, Scene, advisor_body, pod_body, vllm_page
 from support.resources import NOW, time
 
 DIED = {
@@ -270,3 +270,29 @@ def test_a_workers_end_counts_and_its_page_is_not_asked() -> None:
     assert [each["state"] for each in scene.status["pods"]] == ["Read", "Worker"]
     assert scene.condition("MetricsAvailable")["status"] == "True"
     assert scene.status["oom"]["total"] == 1
+
+
+def test_a_pod_that_cannot_start_is_told_with_the_figure_that_would_work() -> None:
+    scene = Scene()
+    said = (
+        "ValueError: To serve at least one request with the models's max seq len (32768), 4.0 GiB KV "
+        "cache is needed, which is larger than the available KV cache memory (3.1 GiB). Based on the "
+        "available memory, the estimated maximum model length is 25344."
+    )
+    body = pod_body(ready=False, restarts=2)
+    (state,) = body["status"]["containerStatuses"]
+    end = {**DIED, "message": said}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+    state |= {"started": False, "state": waiting, "lastState": {"terminated": end}}
+    scene.pods = [body]
+    scene.see({})
+    ready = scene.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "NoPodRuns")
+    assert ready["message"].endswith("; --max-model-len=25344 would work")
+    assert scene.status["pods"][0]["state"] == "NotRunning"
+    assert scene.status["failures"]["last"]["class"] == "KVTooSmallForMaxLen"
+    # One that serves beside it is advised all the same.
+    scene.pods.append(pod_body("vllm-5d8f-b", created=NOW + 1))
+    scene.see({"vllm-5d8f-b": vllm_page()})
+    assert scene.condition("Ready")["message"] == "1 of 2 pods are read"
+    assert [each["state"] for each in scene.status["pods"]] == ["NotRunning", "Read"]

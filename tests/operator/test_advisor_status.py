@@ -75,7 +75,7 @@ def test_every_field_that_is_written_is_in_the_schema() -> None:
 
 def test_the_tuners_parts_have_the_form_that_they_have_elsewhere() -> None:
     ours, theirs = status_schema("memoryadvisors")["properties"], status_schema("llmdeployments")
-    for part in ("tuning", "oom"):
+    for part in ("tuning", "oom", "failures"):
         assert ours[part]["properties"] == theirs["properties"][part]["properties"]
     learned = status_schema("memoryprofiles")["properties"]
     assert ours["learned"]["properties"] == learned

@@ -25,7 +25,7 @@ from plimsoll_operator.tuning.values import (
 def judge(observed: Observed, advised: Advised, now: float) -> tuple[Verdict, ...]:
     causes = (
         _target_found(observed),
-        _pods_found(observed),
+        _pods_found(observed, advised),
         _metrics_available(observed, advised),
         _settings_known(observed, advised),
     )
@@ -54,7 +54,7 @@ def _target_found(observed: Observed) -> Verdict:
     return Verdict("TargetFound", Status.TRUE, "Found", found)
 
 
-def _pods_found(observed: Observed) -> Verdict:
+def _pods_found(observed: Observed, advised: Advised) -> Verdict:
     advisor, serving = observed.advisor, [each for each in observed.pods if each.serves]
     if observed.missing is not None:
         return Verdict("PodsFound", Status.UNKNOWN, observed.missing.reason, "no target, no pods")
@@ -62,9 +62,19 @@ def _pods_found(observed: Observed) -> Verdict:
         message = f"{advisor.kind} {advisor.target} has no pods"
         return Verdict("PodsFound", Status.FALSE, "NoPods", message)
     if not observed.pages:
-        failed = f"none of {len(serving)} pods runs"
-        return Verdict("PodsFound", Status.FALSE, "NoPodRuns", failed)
+        return Verdict("PodsFound", Status.FALSE, "NoPodRuns", _why_none_runs(advised))
     return Verdict("PodsFound", Status.TRUE, "Found", f"{len(observed.pods)} pods")
+
+
+def _why_none_runs(advised: Advised) -> str:
+    """With the figure that would work, where vLLM has said it."""
+    if not advised.failures:
+        return "no pod has started yet"
+    first = advised.failures[0]
+    message = f"pod {first.pod}: {first.message}"
+    if first.suggested_flag is None:
+        return message
+    return f"{message}; {first.suggested_flag}={first.suggested_value} would work"
 
 
 def _metrics_available(observed: Observed, advised: Advised) -> Verdict:

@@ -16,7 +16,12 @@ from plimsoll_operator.advisor.observed import AdvisedPod, Observed
 from plimsoll_operator.advisor.record import write_advice, write_learned, write_traffic
 from plimsoll_operator.advisor.settings import Current
 from plimsoll_operator.advisor.traffic import find_savings, peak_demand
-from plimsoll_operator.desired.status import build_conditions, pruned, timestamp
+from plimsoll_operator.desired.status import (
+    build_conditions,
+    last_failure,
+    pruned,
+    timestamp,
+)
 from plimsoll_operator.metrics_page import FLOATS, INTEGERS
 from plimsoll_operator.observed import read_status
 from plimsoll_operator.tuning.record import record_tuning
@@ -57,10 +62,11 @@ def build_status(observed: Observed, advised: Advised, now: float) -> Json:
             "podsFound": len(observed.pods),
             "podsRead": len(observed.readings),
             "podsSummary": f"{len(observed.readings)}/{len(observed.pods)}",
-            "pods": [_pod(each, observed) for each in observed.pods[:PODS_SHOWN]],
+            "pods": [_pod(each, observed, advised) for each in observed.pods[:PODS_SHOWN]],
             "absentMetrics": _absent(observed.readings),
             "current": _current(advised.current),
             "unread": [] if newest is None else list(newest.flags.unread),
+            "failures": {"last": last_failure(previous, advised.failures)},
             "recommendation": _recommendation(observed, advised),
             "history": [pruned(write_advice(each)) for each in known.advice],
             "traffic": write_traffic(known.traffic),
@@ -91,14 +97,17 @@ def events_of(advised: Advised) -> tuple[Event, ...]:
     return (*told, *fresh)
 
 
-def _pod(each: AdvisedPod, observed: Observed) -> Json:
+def _pod(each: AdvisedPod, observed: Observed, advised: Advised) -> Json:
     page = observed.pages.get(each.name)
     if isinstance(page, EngineReading):
         return {"name": each.name, "state": "Read"}
     if isinstance(page, Unknown):
         state = "Unread" if each.name in observed.engines else "Starting"
         return {"name": each.name, "state": state, "message": page.message}
-    return {"name": each.name, "state": "Starting" if each.serves else "Worker"}
+    if each.pod.ready and not each.serves:
+        return {"name": each.name, "state": "Worker"}
+    told = (failure.message for failure in advised.failures if failure.pod == each.name)
+    return {"name": each.name, "state": "NotRunning", "message": next(told, None)}
 
 
 def _absent(readings: Iterable[EngineReading]) -> list[str]:
