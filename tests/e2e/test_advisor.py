@@ -6,12 +6,15 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 
 from plimsoll_operator import cluster as api
+from plimsoll_operator.advisor.spec import Advisor
 from plimsoll_operator.cluster import ApiError, Resource
 from support.advising import vllm_page
 from support.apiserver import ApiServer, ScriptedEngines, condition_of, operator_in_process, until
@@ -23,6 +26,7 @@ Json = dict[str, Any]
 REPLICA_SET = Resource("apps/v1", "ReplicaSet", "replicasets")
 ADVISORS = api.MEMORY_ADVISOR
 METRICS = {"interval": "1s"}
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -255,3 +259,13 @@ async def test_another_target_is_another_advisor(server: ApiServer) -> None:
         await server.merge(
             {"spec": {"targetRef": {"kind": "Deployment", "name": "other"}}}, "advisor", ADVISORS
         )
+
+
+async def test_the_example_is_accepted(server: ApiServer) -> None:
+    manifest = yaml.safe_load((ROOT / "manifests" / "memoryadvisor.yaml").read_text())
+    strict = [("fieldValidation", "Strict"), ("dryRun", "All")]
+    created = await server._request(
+        "POST", ADVISORS.path(server.namespace), query=strict, body=manifest
+    )
+    assert created["spec"] == manifest["spec"]
+    assert Advisor.parse(created).metrics.interval == 15
