@@ -7,7 +7,11 @@ import re
 import pytest
 
 from plimsoll_operator.tuning import last_words
-from plimsoll_operator.tuning.last_words import read_estimated_length, read_last_words
+from plimsoll_operator.tuning.last_words import (
+    read_estimated_length,
+    read_last_line,
+    read_last_words,
+)
 from plimsoll_operator.tuning.values import FailureClass
 
 BUSY = FailureClass.GPU_BUSY_AT_START
@@ -93,6 +97,10 @@ SAID = [
         SETTING,
     ),
     ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", SETTING),
+    (
+        "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required",
+        SETTING,
+    ),
     ("RuntimeError: Cannot find any model weights with `/model/empty`", MODEL),
     (
         (
@@ -177,6 +185,16 @@ def test_the_line_that_tells_is_shown_without_the_logs_prefix() -> None:
     found = read_last_words(log)
     assert found is not None
     assert found.line == "ValueError: No available memory for the cache blocks."
+
+
+def test_an_echo_is_not_the_cause() -> None:
+    assert (
+        read_last_line("OSError: no\nRuntimeError: failed. See root cause above.") == "OSError: no"
+    )
+    echo = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    assert read_last_line(f"(Worker pid=2) KeyError: 3\n{echo}\n{echo}") == "KeyError: 3"
+    assert read_last_line(echo) == echo
+    assert read_last_line("") == ""
 
 
 def test_both_estimates_are_read() -> None:
