@@ -21,6 +21,7 @@ from plimsoll_operator import cluster as api
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.spec import Deployment
 from support.apiserver import ApiServer, OperatorProcess, condition_of, until
+from support.helm import CHART, PROMETHEUS, Helm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

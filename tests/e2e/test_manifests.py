@@ -92,8 +92,8 @@ async def test_the_rendered_chart_is_accepted_as_it_is(server: ApiServer) -> Non
     run nothing is there for what follows."""
     install = FOLDER / "install.yaml"
     namespace = "plimsoll-system"
-    apply = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "--output=name")
-    apply += (f"--namespace={namespace}",)
+    apply = ["apply", "--server-side", "--dry-run=server", "--validate=strict", "--output=name"]
+    apply.append(f"--namespace={namespace}")
     if f"namespace/{namespace}" not in _kubectl(server, "get", "namespaces", "--output=name"):
         _kubectl(server, "create", "namespace", namespace)
     # The definitions are the test's own there.
