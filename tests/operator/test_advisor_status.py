@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from plimsoll_operator.advisor.record import read_known
 from plimsoll_operator.cli.definitions import own_definitions, schema_of
 from plimsoll_operator.cluster import ApiError, Cluster, Resource
 from plimsoll_operator.metrics_page import read_page
+from plimsoll_operator.observed import read_status
 from plimsoll_operator.workers import Key
 from support.advising import Scene, advisor_body, pod_body, vllm_page
 from support.resources import NOW, time
@@ -57,12 +59,18 @@ def strangers(schema: Json, value: object, path: str = "status") -> Iterator[str
 
 def busy_scene() -> Scene:
     """Every part of the status has something in it."""
+    return copy.deepcopy(_busy_scene())
+
+
+@functools.cache
+def _busy_scene() -> Scene:
     scene = Scene(advisor_body(tuning={"maxModelLen": {"minAllowed": 4096}}))
     scene.pods = [
         pod_body(args=["--model=m", "--max-num-seqs=x", "--max-model-len=32768"]),
         pod_body("vllm-5d8f-b", last_terminated=KILLED, restarts=1, created=NOW - 7200),
     ]
-    for i in range(60):
+    # Over the end of a window of five minutes.
+    for i in range(24):
         scene.see(usage=0.99, waiting=30, running=100, ended=i, preemptions=5.0 * i)
     return scene
 
@@ -88,7 +96,7 @@ def test_a_restarted_operator_goes_on_from_the_status() -> None:
     other.restart()
     for scene in (one, other):
         for _ in range(3):
-            scene.see(usage=0.5, waiting=0, running=3, ended=59, preemptions=295.0)
+            scene.see(usage=0.5, waiting=0, running=3, ended=23, preemptions=115.0)
     # Of peaks the open window is lost.
     for part in ("history", "oom", "recommendation", "current"):
         assert one.status[part] == other.status[part], part
@@ -210,3 +218,35 @@ async def test_what_is_gone_has_no_further_pass() -> None:
     cluster = ReadOnlyCluster(advisor_body())
     cluster.resource["metadata"]["deletionTimestamp"] = time(NOW)
     assert await run_pass(cluster, OnePod(), KEY, carried=None, now=NOW) is None
+
+
+JUNK: tuple[Any, ...] = (None, "x", -1, 1e308, [], {}, [{}], {"a": "b"})
+
+
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """Of every part of a document."""
+    if not isinstance(value, dict | list):
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (key,)
+        yield from ((key, *place) for place in places(part))
+
+
+def test_whatever_stands_in_the_status_a_pass_goes_through() -> None:
+    whole = busy_scene().status
+    for place in places(whole):
+        for junk in JUNK:
+            status = copy.copy(whole)
+            part: Any = status
+            for key in place[:-1]:
+                part[key] = copy.copy(part[key])
+                part = part[key]
+            part[place[-1]] = junk
+            known = read_known(read_status({"status": status}), NOW)
+            assert known.traffic.since >= 0
+    scene = busy_scene()
+    for part in list(whole):
+        scene.restart()
+        scene.resource["status"] = {**whole, part: {"a": ["b"]}}
+        scene.see()
+        assert scene.condition("TargetFound")["status"] == "True"

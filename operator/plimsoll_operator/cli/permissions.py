@@ -97,6 +97,7 @@ USER_RULES = (
     USER_READS,
     Rule(names.GROUP, (names.PLURAL,), ("create", "patch", "delete")),
     Rule(names.GROUP, (names.PROFILE_PLURAL,), ("get",)),
+    Rule(names.GROUP, (names.ADVISOR_PLURAL,), ("get", "list")),
 )
 
 
