@@ -8,7 +8,7 @@ shapes look into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -74,7 +74,7 @@ def build_status(report: Report) -> Json:
             ),
             "effective": _effective(report),
             "replicasDetail": _replicas_detail(report),
-            "failures": {"last": _last_failure(report)},
+            "failures": {"last": last_failure(previous, report.failures)},
             "revision": _revision(report),
             "load": _load(report),
             **report.recorded,
@@ -258,9 +258,10 @@ def _replicas_detail(report: Report) -> list[Json]:
     ]
 
 
-def _last_failure(report: Report) -> Json | None:
-    previous: Json | None = report.view.observed.status.get("failures", {}).get("last")
-    dated = [failure for failure in report.failures if failure.at is not None]
+def last_failure(status: Json, failures: Iterable[Failure]) -> Json | None:
+    """The latest of what ``status`` has, as it was last written, and of ``failures``."""
+    previous: Json | None = status.get("failures", {}).get("last")
+    dated = [failure for failure in failures if failure.at is not None]
     if not dated:
         return previous
     latest = max(dated, key=lambda failure: (failure.at or 0.0, failure.pod))
