@@ -99,7 +99,9 @@ def test_what_is_rendered_is_valid_in_every_release(
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     helm("lint", str(CHART), "--strict", "--values", str(file))
-    bodies = helm.render("--values", str(file))
+    # The definitions are long and the same in every row.
+    few = ("--set", "crds.install=false") if values else ()
+    bodies = helm.render("--values", str(file), *few)
     named = [(body["kind"], body["metadata"]["name"]) for body in bodies]
     assert len(set(named)) == len(named) or "watchNamespaces" in values
     assert "Deployment" in {body["kind"] for body in bodies}

@@ -179,6 +179,20 @@ async def test_an_idle_advisor_writes_once_and_a_restarted_one_nothing() -> None
     assert cluster.events[0]["involvedObject"]["kind"] == "MemoryAdvisor"
 
 
+async def test_what_only_follows_the_traffic_is_written_every_half_minute() -> None:
+    cluster, pages = ReadOnlyCluster(advisor_body(), TARGET), OnePod()
+    carried: Carried | None = None
+    for i in range(20):
+        # Preempted below half a cache: for another reason than its size.
+        pages.page = {"running": 3, "usage": 0.3 + i / 100, "ended": 9 * i, "preemptions": 1.0 * i}
+        passed = await run_pass(cluster, pages, KEY, carried=carried, now=NOW + 15 * i)
+        assert passed is not None
+        carried = passed.carried
+    assert cluster.resource["status"]["traffic"]["preemptions"] >= 17
+    # 285 s; the first two looks tell something new.
+    assert 9 <= cluster.status_writes <= 12
+
+
 async def test_a_new_advice_is_one_event() -> None:
     cluster, pages = ReadOnlyCluster(advisor_body(), TARGET), OnePod()
     carried, preempted = None, 0.0

@@ -35,7 +35,11 @@ LONGEST_MESSAGE = 1024
 BLOCKED_KEPT = 10
 
 # Parts that only follow the traffic: alone they are no reason for a write at once.
-_VOLATILE_TUNING = ("target", "lowerBound", "upperBound", "uncappedTarget", "reason")
+_VOLATILE = ("load", "replicasDetail", "traffic")
+_VOLATILE_WITHIN = {
+    "tuning": ("target", "lowerBound", "upperBound", "uncappedTarget", "reason"),
+    "recommendation": ("saves",),
+}
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def _undated(status: Json) -> Json:
 
 def _steady(status: Json) -> Json:
     """The status without what only follows the traffic."""
-    steady = {key: value for key, value in status.items() if key not in ("load", "replicasDetail")}
+    steady = {key: value for key, value in status.items() if key not in _VOLATILE}
     conditions = status.get("conditions")
     steady["conditions"] = [
         {key: value for key, value in condition.items() if key != "message"}
@@ -190,9 +194,9 @@ def _steady(status: Json) -> Json:
         else condition
         for condition in (conditions if isinstance(conditions, list) else ())
     ]
-    steady["tuning"] = {
-        key: value for key, value in _part(status, "tuning").items() if key not in _VOLATILE_TUNING
-    }
+    for name, volatile in _VOLATILE_WITHIN.items():
+        part = _part(status, name)
+        steady[name] = {key: value for key, value in part.items() if key not in volatile}
     return steady
 
 

@@ -50,7 +50,7 @@ LIVE = frozenset(
 GATE_MOUNTS = frozenset({"control", "limits"})
 ENGINE_MOUNTS = frozenset({"scratch", "tmp", "models", "model", "shm"})
 
-# The gate holds bodies of up to 32 MiB; at rest it has 75 MiB.
+# The gate holds bodies of up to 32 MiB; at rest it has 62 MiB.
 GATE_RESOURCES: Json = {
     "limits": {"memory": "1Gi"},
     "requests": {"cpu": "100m", "memory": "128Mi"},
