@@ -8,6 +8,7 @@ for raises AllocationFailure and can be repeated. Who may run, and in what order
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -41,8 +42,8 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 # Float32 logits held at once; more rows are computed in passes.
 LOGITS_BYTES = 32 << 20
-# Every layer allocates and frees the same, so two show the peak of all of them.
-PROFILED_LAYERS = 2
+# Layers that see as far as each other allocate and free the same, so two show the peak of them.
+MIN_PROFILED_LAYERS = 2
 # How much more than in proportion a larger step may take before it is tried.
 _SAFETY = 1.25
 
@@ -186,7 +187,7 @@ class ModelRunner:
             num_blocks=self.cache.num_blocks,
             vocab_size=self.decoder.config.vocab_size,
         )
-        self._run(batch, PROFILED_LAYERS)
+        self._run(batch, profiled_layers(self.decoder.config.sliding_windows))
 
     @torch.inference_mode()
     def resize_kv(self, num_blocks: int) -> int:
@@ -226,7 +227,8 @@ class ModelRunner:
     def _step(self, batch: StepBatch, num_layers: int | None) -> list[SampledToken]:
         inputs = build_step_inputs(batch, self._config.block_size, self._device.torch_device)
         scale = self.decoder.config.head_size**-0.5
-        attention = build_attention(self.cache, inputs.attention, inputs.slots, scale)
+        windows = self.decoder.config.sliding_windows
+        attention = build_attention(self.cache, inputs.attention, inputs.slots, scale, windows)
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attention, num_layers)
         tokens: dict[str, int] = {}
         logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
@@ -311,6 +313,12 @@ class ModelRunner:
         self._decoder = None
         self._cache = None
         self._device.reclaim()
+
+
+def profiled_layers(sliding_windows: Sequence[int | None]) -> int:
+    """How many of the first layers to run so that one that sees the farthest is among them."""
+    reach = [math.inf if window is None else window for window in sliding_windows]
+    return max(MIN_PROFILED_LAYERS, reach.index(max(reach)) + 1)
 
 
 def _select(logits: torch.Tensor, places: list[int]) -> torch.Tensor:

@@ -349,11 +349,54 @@ def test_b18_scaled_positions_are_accepted_and_finite_to_the_last(model: Path) -
     assert torch.tensor(result.samples[0].logprobs[0].logprob).isfinite()
 
 
-def test_sliding_window_bounds_the_length(tmp_path: Path) -> None:
-    """Full attention is right up to the window's length only."""
-    save_tiny_model(FAMILIES["mistral"], tmp_path)
-    change_config(tmp_path, sliding_window=96)
-    assert load_model_config(ModelSource(tmp_path)).max_model_len == 96
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 96}, (96, 96, 96)),
+        # No sequence outgrows it.
+        ("mistral", {"sliding_window": 512}, (None, None, None)),
+        # transformers' Llama does not read it.
+        ("llama", {"sliding_window": 96}, (None, None, None)),
+        ("qwen2", {"sliding_window": 96, "layer_types": None}, (None, None, None)),
+        (
+            "qwen2",
+            {
+                "sliding_window": 96,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+            (None, 96, 96),
+        ),
+        (
+            "qwen3",
+            {
+                "sliding_window": 96,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (96, None, 96),
+        ),
+    ],
+)
+def test_window_is_the_layers_and_does_not_bound_the_length(
+    tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    save_tiny_model(FAMILIES[family], tmp_path)
+    change_config(tmp_path, **changes)
+    config = load_model_config(ModelSource(tmp_path))
+    assert config.sliding_windows == windows
+    assert config.max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    "layer_types", [["full_attention"] * 2 + ["chunked_attention"], ["full_attention"] * 2, "full"]
+)
+def test_layer_types_that_are_not_supported_are_refused(tmp_path: Path, layer_types: Any) -> None:
+    save_tiny_model(FAMILIES["qwen3"], tmp_path)
+    change_config(tmp_path, layer_types=layer_types)
+    with pytest.raises(EngineFailure, match="layer_types"):
+        load_model_config(ModelSource(tmp_path))
 
 
 def test_model_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def test_what_the_model_cannot_do_is_refused_with_what_it_can(
         MODEL | {"rope_parameters": YARN},
         MODEL | {"rope_scaling": YARN},
         MODEL | {"rope_scaling": "odd"},
-        MODEL | {"sliding_window": 64},
         MODEL | {"max_position_embeddings": "x", "num_attention_heads": 0},
         MODEL | {"max_position_embeddings": 1 << 40, "num_attention_heads": 1 << 40},
         {},

@@ -73,6 +73,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         },
     ),
     "mistral": _config(MistralConfig, head_dim=32, sliding_window=None),
+    "mistral-window": _config(MistralConfig, head_dim=32, sliding_window=23),
+    # The first layer sees all, the others a window.
+    "qwen2-window": _config(
+        Qwen2Config, use_sliding_window=True, sliding_window=40, max_window_layers=1
+    ),
     "qwen2": _config(Qwen2Config, tie_word_embeddings=True),
     "qwen3": _config(Qwen3Config, head_dim=24),
 }

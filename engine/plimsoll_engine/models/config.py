@@ -29,6 +29,9 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # With these, max_position_embeddings already is the extended length.
 _ROPE_TYPES_WITH_OWN_LENGTH = ("default", "llama3")
+# Llama has no window, whatever its file says.
+_WINDOW_FAMILIES = ("mistral", "qwen2", "qwen3")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -62,8 +65,10 @@ class ModelConfig:
     mlp_bias: bool
     # RMS norm of each query and key head (Qwen3).
     qk_norm: bool
-    # Longest sequence that the positions allow, rope scaling and sliding window taken into account.
+    # Longest sequence that the positions allow, rope scaling taken into account.
     max_model_len: int
+    # Of each layer: how many positions a token sees, its own included; None where it sees all.
+    sliding_windows: tuple[int | None, ...]
     # Rotary frequencies (head_size / 2 of them) and the factor on cos and sin.
     inverse_frequencies: tuple[float, ...]
     rope_factor: float
@@ -112,6 +117,24 @@ def _check_counts(settings: Mapping[str, object]) -> None:
             _refuse(key, repr(value), f"a whole number from 1 to {_MAX_COUNT}")
 
 
+def _check_layer_types(hf_config: Any) -> None:
+    """Only Qwen's files may have one per layer; transformers makes the list where they have none."""
+    layer_types = getattr(hf_config, "layer_types", None)
+    if layer_types is None:
+        return
+    if not isinstance(layer_types, list):
+        _refuse("layer_types", repr(layer_types), "a list")
+    for kind in layer_types:
+        if kind not in _LAYER_TYPES:
+            _refuse("layer_types entry", repr(kind), ", ".join(_LAYER_TYPES))
+    if len(layer_types) != hf_config.num_hidden_layers:
+        _refuse(
+            "number of layer_types",
+            len(layer_types),
+            f"{hf_config.num_hidden_layers}, a layer each",
+        )
+
+
 def _refuse(what: str, value: object, allowed: object) -> None:
     raise load_failure(f"the model's {what} {value} is not supported; supported: {allowed}")
 
@@ -133,6 +156,7 @@ def _convert(hf_config: Any) -> ModelConfig:
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         _refuse("rope_type", rope["rope_type"], ", ".join(ROPE_TYPES))
     _check_counts(vars(hf_config))
+    _check_layer_types(hf_config)
     for key, value in rope.items():
         # Factors may be lists (per dimension) in kinds of scaling that are refused above.
         # Older files have the kind as "type"; transformers keeps both.
@@ -168,6 +192,7 @@ def _convert(hf_config: Any) -> ModelConfig:
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
         qk_norm=model_type == "qwen3",
         max_model_len=max_model_len,
+        sliding_windows=_sliding_windows(hf_config, max_model_len),
         inverse_frequencies=tuple(inverse_frequencies.tolist()),
         rope_factor=rope_factor,
         stored_dtype=dtype if dtype in DTYPES else "float32",
@@ -199,6 +224,15 @@ def _max_model_len(hf_config: Any) -> int:
         # max_position_embeddings; its own key says what the factor applies to.
         original = rope.get("original_max_position_embeddings") or length
         length = max(length, math.floor(original * (rope.get("factor") or 1.0)))
-    # Full attention is exact as long as no sequence is longer than the window.
+    return length
+
+
+def _sliding_windows(hf_config: Any, max_model_len: int) -> tuple[int | None, ...]:
+    """As transformers' models apply them; a window that no sequence can outgrow is none."""
+    num_layers: int = hf_config.num_hidden_layers
     window: int | None = getattr(hf_config, "sliding_window", None)
-    return length if window is None else min(length, window)
+    if hf_config.model_type not in _WINDOW_FAMILIES or window is None or window >= max_model_len:
+        return (None,) * num_layers
+    if hf_config.model_type == "mistral":
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in hf_config.layer_types)

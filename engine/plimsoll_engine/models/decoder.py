@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from plimsoll_engine.layer_ops import LayerOps, choose_layer_ops
 from plimsoll_engine.models.config import ModelConfig
 from plimsoll_engine.parallel.group import Group
 from plimsoll_engine.parallel.shard import Shard
@@ -68,11 +69,14 @@ class RowParallelLinear:
 class RMSNorm:
     weight: torch.Tensor
     epsilon: float
+    ops: LayerOps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return self.weight * (wide * torch.rsqrt(variance + self.epsilon)).to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.epsilon)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm of x + residual, x + residual)"""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,6 @@ class Layer:
     down: RowParallelLinear
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [tokens, heads, head_size] by cos and sin [tokens, 1, head_size]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class Decoder:
     def __init__(
         self,
@@ -103,11 +101,16 @@ class Decoder:
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
+        ops: LayerOps | None = None,
     ) -> None:
-        """Allocates the shard's weights without setting them (device "meta": sizes only)."""
+        """Allocates the shard's weights without setting them (device "meta": sizes only).
+
+        ``ops``: those that fit the device, when None.
+        """
         self.config = config
         self.shard = shard
         self.group = group
+        self._ops = ops or choose_layer_ops(device)
         self.num_heads = len(shard.query_heads)
         self.num_kv_heads = len(shard.kv_heads)
 
@@ -115,7 +118,7 @@ class Decoder:
             return torch.empty(shape, dtype=dtype, device=device)
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(empty(size), config.rms_norm_eps)
+            return RMSNorm(empty(size), config.rms_norm_eps, self._ops)
 
         hidden, head_size = config.hidden_size, config.head_size
         qkv_rows = (self.num_heads + 2 * self.num_kv_heads) * head_size
@@ -216,12 +219,15 @@ class Decoder:
         """
         hidden = self._embed(token_ids)
         cos, sin = self._cos_sin(positions, hidden.dtype)
-        for index, layer in enumerate(self.layers[:num_layers]):
-            hidden = hidden + self._attend(
-                index, layer, layer.input_norm(hidden), cos, sin, attention
-            )
-            hidden = hidden + self._feed_forward(layer, layer.post_norm(hidden))
-        return self.norm(hidden)
+        layers = self.layers[:num_layers]
+        following = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        normed = layers[0].input_norm(hidden)
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            attended = self._attend(index, layer, normed, cos, sin, attention)
+            normed, hidden = layer.post_norm.add(attended, hidden)
+            del attended
+            normed, hidden = next_norm.add(self._feed_forward(layer, normed), hidden)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """[rows, hidden_size] -> float32 [rows, vocab_size]; None on ranks other than 0."""
@@ -242,8 +248,8 @@ class Decoder:
     def _cos_sin(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None].float() * self._inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        """[tokens, 1, head_size / 2] each."""
+        angles = positions[:, None, None].float() * self._inverse_frequencies
         factor = self.config.rope_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
@@ -264,10 +270,9 @@ class Decoder:
         )
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = self._ops.rotary(query, key, cos, sin)
         result = attention(index, query, key, value)
         return layer.output(result.reshape(-1, heads * size))
 
     def _feed_forward(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+        return layer.down(self._ops.silu_and_mul(layer.gate_up(hidden)))

@@ -30,14 +30,13 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def stated_length(document: dict[str, Any]) -> int | None:
-    """The model's longest sequence, where config.json alone tells it: without scaled positions and
-    without a window."""
+    """The model's longest sequence, where config.json alone tells it: without scaled positions."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     is_plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) in (
         "default",
         "llama3",
     )
-    if not is_plain or document.get("sliding_window") is not None:
+    if not is_plain:
         return None
     return _count(document, "max_position_embeddings")
 

@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore[import-untyped]
 
 from plimsoll_engine.attention_batch import AttentionBatch
 from plimsoll_engine.kernels.paged_attention import paged_attention_kernel
 from plimsoll_engine.kv_cache import KVCache
 from plimsoll_engine.ops.compile_options import COMPILE_OPTIONS
+from plimsoll_engine.ops.launch_shape import launch_shape, padded_head_size
+from plimsoll_engine.ops.split_attention import is_split, split_attention
 
 HEAD_SIZES = range(16, 257)
-# tl.dot takes at least 16 rows.
-_MIN_BLOCK_M = 16
-_NARROW_TILE = 16
-_WIDE_TILE = 32
-
-
-@dataclass(frozen=True)
-class LaunchShape:
-    # Rows of a program's matrix products, and how many query tokens they hold.
-    block_m: int
-    block_q: int
-    # Key positions per step of a program.
-    tile: int
-    num_warps: int
-
-
-def launch_shape(group: int, max_query_len: int, head_size: int, dtype: torch.dtype) -> LaunchShape:
-    """``group`` is the number of query heads per KV head."""
-    block_m = max(_MIN_BLOCK_M, triton.next_power_of_2(group))
-    # A wide tile pays in prefill, unless its registers spill: as they do in float32, and with the
-    # masks of a head size that is padded.
-    padded = head_size != triton.next_power_of_2(head_size)
-    narrow = max_query_len == 1 or dtype.itemsize > 2 or padded
-    return LaunchShape(
-        block_m, block_m // group, _NARROW_TILE if narrow else _WIDE_TILE, num_warps=4
-    )
 
 
 def paged_attention(
-    query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scale: float
+    query: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """query [tokens, heads, head_size] of the cache's dtype -> the same shape.
 
-    The keys and values of this step's own tokens are in the cache already.
+    The keys and values of this step's own tokens are in the cache already. With ``sliding_window``
+    a token sees that many positions, its own included; ``soft_cap`` bounds the scaled scores.
     """
     layout = cache.layout
     tokens, heads, head_size = query.shape
@@ -66,6 +47,27 @@ def paged_attention(
         raise ValueError(f"{tokens} query rows for a batch of {batch.num_tokens} tokens")
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} is not one of {layout.num_layers}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; allowed: 1 and more, or None")
+    if soft_cap is not None and soft_cap <= 0.0:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed: above 0, or None")
+    if is_split(batch, layout.num_kv_heads):
+        return split_attention(query, cache, layer, batch, scale, sliding_window, soft_cap)
+    return whole_attention(query, cache, layer, batch, scale, sliding_window, soft_cap)
+
+
+def whole_attention(
+    query: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """As ``paged_attention``, each query block by one program for its whole context."""
+    layout = cache.layout
+    tokens, heads, head_size = query.shape
     group = heads // layout.num_kv_heads
     shape = launch_shape(group, max(batch.query_lens), head_size, query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -91,10 +93,12 @@ def paged_attention(
         KV_HEADS=layout.num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=max(16, triton.next_power_of_2(head_size)),
+        PADDED_HEAD_SIZE=padded_head_size(head_size),
         BLOCK_M=shape.block_m,
         BLOCK_Q=shape.block_q,
         TILE=shape.tile,
+        WINDOW=sliding_window,
+        SOFT_CAP=None if soft_cap is None else soft_cap * math.log2(math.e),
         num_warps=shape.num_warps,
         **COMPILE_OPTIONS,
     )

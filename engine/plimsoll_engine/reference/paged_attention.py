@@ -1,11 +1,11 @@
 """Attention over paged keys and values in plain torch: the kernel's twin, and what the CPU runs.
 
 In and out as ``ops.paged_attention``. Keys and values are gathered through the block tables.
-Sequences with a single query (decode) are grouped by similar context length and padded to the
+Sequences with a single query (decode) are grouped by similar numbers of blocks and padded to the
 longest of their group; the query heads of one KV head become the rows of one matrix product. The
-others (prefill chunks) are taken one by one, in tiles of queries, and each tile sees only the keys
-up to its last position. Both the gathered copies and the masks are bounded, so that the memory of a
-step does not grow with the pool.
+others (prefill chunks) are taken one by one, in tiles of queries, and each tile reads only the keys
+up to its last position. With a sliding window, blocks before it are not gathered. Both the gathered
+copies and the masks are bounded, so that the memory of a step does not grow with the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GATHER_BYTES = 8 << 20
 class DecodeGroup:
     # int64 [group]: which rows of the query.
     queries: torch.Tensor
-    # int64 [group * blocks]: the rows of the keys in layer 0; short tables repeat their last block.
+    # int64 [group * blocks]: the rows of the keys in layer 0, from each one's first visible block
+    # on; short ones repeat their last block.
     key_rows: torch.Tensor
     # Additive float mask [group, 1, 1, blocks * block_size].
     mask: torch.Tensor
@@ -42,29 +43,44 @@ class PrefillChunk:
     start: int
     stop: int
     context_len: int
+    # Where the gathered keys begin.
+    first_key: int
     key_rows: torch.Tensor
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """What is the same for all layers of a step."""
+    """What is the same for all layers of a step that see the same window."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
     # Additive [QUERY_TILE, longest context + QUERY_TILE]: row r sees the columns up to
-    # r + longest context. Any tile's mask is a window of it. None without prefill chunks.
+    # r + longest context, as many as the window has. Any tile's mask is a part of it. None without
+    # prefill chunks.
     staircase: torch.Tensor | None
+    sliding_window: int | None
 
 
 def paged_attention(
-    query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scale: float
+    query: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """As ``ops.paged_attention``."""
-    plan = plan_gather(batch, cache.layout, query.dtype)
-    return attend(query, cache.rows, cache.layout, layer, plan, scale)
+    plan = plan_gather(batch, cache.layout, query.dtype, sliding_window)
+    return attend(query, cache.rows, cache.layout, layer, plan, scale, soft_cap)
 
 
-def plan_gather(batch: AttentionBatch, layout: KVLayout, dtype: torch.dtype) -> GatherPlan:
+def plan_gather(
+    batch: AttentionBatch,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    sliding_window: int | None = None,
+) -> GatherPlan:
     rows = first_row(layout, batch.block_tables.long())
     starts = batch.query_starts.tolist()
     decodes, prefills = [], []
@@ -74,35 +90,55 @@ def plan_gather(batch: AttentionBatch, layout: KVLayout, dtype: torch.dtype) -> 
         if query_len == 1:
             decodes.append(index)
             continue
-        blocks = math.ceil(context_len / layout.block_size)
         start = starts[index]
-        prefills.append(
-            PrefillChunk(start, start + query_len, context_len, rows[index, :blocks].contiguous())
-        )
+        first_block, blocks = _visible_blocks(query_len, context_len, layout, sliding_window)
+        key_rows = rows[index, first_block : first_block + blocks].contiguous()
+        first_key = first_block * layout.block_size
+        prefills.append(PrefillChunk(start, start + query_len, context_len, first_key, key_rows))
     staircase = None
     if prefills:
         longest = max(chunk.context_len for chunk in prefills)
         mask = torch.full((QUERY_TILE, longest + QUERY_TILE), -math.inf, dtype=dtype)
-        staircase = mask.triu_(longest + 1)
+        before_window = 0 if sliding_window is None else mask.tril(longest - sliding_window)
+        staircase = mask.triu_(longest + 1).add_(before_window)
     return GatherPlan(
         tuple(
-            _decode_group(group, starts, batch, rows, layout, dtype)
-            for group in _group_by_length(decodes, batch.context_lens, layout)
+            _decode_group(group, starts, batch, rows, layout, dtype, sliding_window)
+            for group in _group_by_length(decodes, batch.context_lens, layout, sliding_window)
         ),
         tuple(prefills),
         staircase,
+        sliding_window,
     )
 
 
+def _visible_blocks(
+    query_len: int, context_len: int, layout: KVLayout, sliding_window: int | None
+) -> tuple[int, int]:
+    """The first block that any of the last ``query_len`` tokens sees, and how many from there on."""
+    first_key = 0
+    if sliding_window is not None:
+        first_key = max(0, context_len - query_len - sliding_window + 1)
+    first_block = first_key // layout.block_size
+    return first_block, math.ceil(context_len / layout.block_size) - first_block
+
+
 def _group_by_length(
-    decodes: list[int], context_lens: tuple[int, ...], layout: KVLayout
+    decodes: list[int],
+    context_lens: tuple[int, ...],
+    layout: KVLayout,
+    sliding_window: int | None,
 ) -> Iterator[list[int]]:
     """Groups whose shortest has at least half the blocks of its longest, bounded in bytes."""
     row_bytes = layout.row_elements * layout.dtype.itemsize
+    lengths = {
+        index: _visible_blocks(1, context_lens[index], layout, sliding_window)[1]
+        for index in decodes
+    }
     group: list[int] = []
     longest = 0
-    for index in sorted(decodes, key=lambda index: -context_lens[index]):
-        blocks = math.ceil(context_lens[index] / layout.block_size)
+    for index in sorted(decodes, key=lambda index: -lengths[index]):
+        blocks = lengths[index]
         full = (len(group) + 1) * longest * row_bytes > GATHER_BYTES
         if group and (2 * blocks < longest or full):
             yield group
@@ -121,15 +157,21 @@ def _decode_group(
     rows: torch.Tensor,
     layout: KVLayout,
     dtype: torch.dtype,
+    sliding_window: int | None,
 ) -> DecodeGroup:
-    indices = torch.tensor(group)
-    lengths = torch.tensor([batch.context_lens[index] for index in group])
-    blocks = math.ceil(int(lengths.max()) / layout.block_size)
-    own_blocks = (lengths + layout.block_size - 1) // layout.block_size
+    lengths = [batch.context_lens[index] for index in group]
+    visible = [_visible_blocks(1, length, layout, sliding_window) for length in lengths]
+    first_block = torch.tensor([first for first, _ in visible])[:, None]
+    own_blocks = torch.tensor([blocks for _, blocks in visible])[:, None]
+    blocks = max(blocks for _, blocks in visible)
     # Padding reads a block of the sequence's own: what it holds is masked, but it must be finite.
-    columns = torch.minimum(torch.arange(blocks), own_blocks[:, None] - 1)
-    key_rows = rows[indices].gather(1, columns)
-    hidden = torch.arange(blocks * layout.block_size) >= lengths[:, None]
+    columns = first_block + torch.minimum(torch.arange(blocks), own_blocks - 1)
+    key_rows = rows[torch.tensor(group)].gather(1, columns)
+    keys_at = first_block * layout.block_size + torch.arange(blocks * layout.block_size)
+    ends = torch.tensor(lengths)[:, None]
+    hidden = keys_at >= ends
+    if sliding_window is not None:
+        hidden |= keys_at < ends - sliding_window
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
     return DecodeGroup(
         torch.tensor([starts[index] for index in group]),
@@ -145,14 +187,14 @@ def attend(
     layer: int,
     plan: GatherPlan,
     scale: float,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """One layer of a step; ``rows`` are the cache's."""
     out = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        _attend_decode(out, query, rows, layout, layer, group, scale)
+        _attend_decode(out, query, rows, layout, layer, group, scale, soft_cap)
     for chunk in plan.prefills:
-        assert plan.staircase is not None
-        _attend_prefill(out, query, rows, layout, layer, chunk, plan.staircase, scale)
+        _attend_prefill(out, query, rows, layout, layer, chunk, plan, scale, soft_cap)
     return out
 
 
@@ -175,11 +217,12 @@ def _attend_decode(
     layer: int,
     group: DecodeGroup,
     scale: float,
+    soft_cap: float | None,
 ) -> None:
     sequences = len(group.queries)
     keys, values = _gather(rows, layout, layer, group.key_rows, sequences)
     packed = query[group.queries].view(sequences, layout.num_kv_heads, -1, layout.head_size)
-    result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scale)
+    result = _weigh(packed, keys, values, group.mask, scale, soft_cap)
     out[group.queries] = result.reshape(sequences, -1, layout.head_size)
 
 
@@ -190,24 +233,53 @@ def _attend_prefill(
     layout: KVLayout,
     layer: int,
     chunk: PrefillChunk,
-    staircase: torch.Tensor,
+    plan: GatherPlan,
     scale: float,
+    soft_cap: float | None,
 ) -> None:
     keys, values = _gather(rows, layout, layer, chunk.key_rows, 1)
+    staircase, window = plan.staircase, plan.sliding_window
+    assert staircase is not None
     longest = staircase.shape[1] - QUERY_TILE
     before = chunk.context_len - (chunk.stop - chunk.start)
     for start in range(chunk.start, chunk.stop, QUERY_TILE):
         stop = min(start + QUERY_TILE, chunk.stop)
-        # The tile's first query stands at this position.
+        # The tile's first query stands at this position; the tile sees [first_key, end).
         first = before + start - chunk.start
-        visible = first + stop - start
-        mask = staircase[: stop - start, longest - first : longest - first + visible]
-        result = F.scaled_dot_product_attention(
+        end = first + stop - start
+        first_key = chunk.first_key if window is None else max(chunk.first_key, first - window + 1)
+        result = _weigh(
             query[start:stop].transpose(0, 1)[None],
-            keys[:, :, :visible],
-            values[:, :, :visible],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=True,
+            keys[:, :, first_key - chunk.first_key : end - chunk.first_key],
+            values[:, :, first_key - chunk.first_key : end - chunk.first_key],
+            staircase[: stop - start, longest - first + first_key : longest - first + end],
+            scale,
+            soft_cap,
         )
         out[start:stop] = result[0].transpose(0, 1)
+
+
+def _weigh(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """query [sequences, heads, rows, head_size], keys and values with as many heads or fewer."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+    # torch's own attention has no place for a cap.
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = (query @ keys.mT).float() * scale
+    weights = (soft_cap * torch.tanh(scores / soft_cap) + mask).softmax(-1)
+    return weights.to(values.dtype) @ values

@@ -39,18 +39,13 @@ class _Family:
     head_size: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
-    # The window holds only where use_sliding_window says so.
-    window_is_switched: bool = False
 
 
 FAMILIES = {
     "llama": _Family("LlamaForCausalLM", num_kv_heads=None),
-    "mistral": _Family("MistralForCausalLM", num_kv_heads=8, sliding_window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, window_is_switched=True),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM", num_kv_heads=32, head_size=128, qk_norm=True, window_is_switched=True
-    ),
+    "mistral": _Family("MistralForCausalLM", num_kv_heads=8),
+    "qwen2": _Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True),
+    "qwen3": _Family("Qwen3ForCausalLM", num_kv_heads=32, head_size=128, qk_norm=True),
 }
 
 
@@ -165,13 +160,4 @@ def _max_model_len(config: Json, family: _Family) -> int:
     elif kind not in _ROPE_WITH_OWN_LENGTH:
         allowed = ", ".join((*_ROPE_WITH_OWN_LENGTH, *_ROPE_SCALED))
         raise InvalidModel("rope_scaling.rope_type", kind, allowed)
-    window = _window(config, family)
-    return length if window is None else min(length, window)
-
-
-def _window(config: Json, family: _Family) -> int | None:
-    """Full attention is exact as long as no sequence is longer than the window."""
-    if family.window_is_switched and not _flag(config, "use_sliding_window"):
-        return None
-    window = config.get("sliding_window", family.sliding_window)
-    return None if window is None else _count(config, "sliding_window", family.sliding_window)
+    return length
