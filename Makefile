@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# End-to-end tests mostly wait: three processes keep two cores busy.
-TEST_PROCESSES ?= 3
+# End-to-end tests mostly wait: four processes keep two cores busy.
+TEST_PROCESSES ?= 4
 
 .PHONY: help setup demo test check fix bench generate clean cluster-up cluster-down
 

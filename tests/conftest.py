@@ -6,8 +6,11 @@ is costly to make.
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from support.local_cluster import local_cluster, local_namespace
 
@@ -23,24 +26,54 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # are of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest, in the order in which they are begun.
+# Files that share a running cluster are run by one process, which starts it once.
+CLUSTERS = {
+    "control plane": (
+        "test_chart",
+        "test_cli",
+        "test_standby",
+        "test_api_schema",
+        "test_manifests",
+        "test_advisor",
+    ),
+    "local cluster": ("test_serving", "test_example", "test_agent_pods", "test_vllm_runtime"),
+}
+GROUPS = {stem: group for group, stems in CLUSTERS.items() for stem in stems}
+
+# What takes longest, in the order in which it is begun: files, and the groups above.
 FIRST = (
-    "test_serving",
+    # With a control plane of its own.
     "test_operator_lifecycle",
+    "local cluster",
     "test_smollm2_greedy",
     "test_tensor_parallel",
     "test_smollm2_preemption",
-    "test_example",
-    "test_models",
+    "control plane",
     "test_cluster_processes",
+    "test_models",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(unit(item.path.stem)))
 
 
-def rank(item: pytest.Item) -> int:
+def unit(stem: str) -> str:
+    """What the tests of this file are run with: the name of its group, else its own."""
+    return GROUPS.get(stem, stem)
+
+
+def rank(unit: str) -> int:
     """Sorting by it keeps the order in which the others were collected."""
-    stem = item.path.stem
-    return FIRST.index(stem) if stem in FIRST else len(FIRST)
+    return FIRST.index(unit) if unit in FIRST else len(FIRST)
+
+
+class ByCluster(LoadFileScheduling):  # type: ignore[misc]
+    """A file's tests in one process, as with `--dist loadfile`, and a group's too."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(Path(nodeid.split("::", 1)[0]).stem)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByCluster:
+    return ByCluster(config, log)

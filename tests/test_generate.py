@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -91,3 +94,34 @@ def test_the_reference_has_every_field_with_what_it_allows(generate: ModuleType)
     assert "| `spec.l[].x` | number |  |  |  |" in lines
     assert "| `spec` | a is at most b |" in lines
     assert not any("`kind`" in line for line in lines)
+
+
+class TestChart:
+    """``generate`` puts tools/ on the path, so that its neighbour can be imported."""
+
+    @pytest.fixture
+    def chart(self, generate: ModuleType) -> ModuleType:
+        return importlib.import_module("chart_reference")
+
+    VALUES = "# How many.\nreplicas: 1\nimage:\n  # Which,\n  # of the registry's.\n  tag: latest\n"
+
+    def test_every_leaf_has_its_comment_and_default(self, chart: ModuleType) -> None:
+        found = [(v.path, v.default, v.meaning) for v in chart.read_values(self.VALUES)]
+        assert found == [
+            ("replicas", 1, "How many."),
+            ("image.tag", "latest", "Which, of the registry's."),
+        ]
+
+    def test_a_value_without_its_own_comment_is_refused_by_name(self, chart: ModuleType) -> None:
+        with pytest.raises(ValueError, match=r"image\.name has no comment"):
+            list(chart.read_values(f"{self.VALUES}  name: x\n"))
+
+    def test_a_value_without_a_place_in_the_schema_is_refused(self, chart: ModuleType) -> None:
+        integer = {"type": "integer", "minimum": 0}
+        schema: dict[str, Any] = {"properties": {"replicas": integer, "image": {}}}
+        with pytest.raises(ValueError, match=r"no place for image\.tag"):
+            chart.chart_readme(self.VALUES, json.dumps(schema))
+        schema["properties"]["image"] = {"properties": {"tag": {"enum": ["latest", True]}}}
+        text = chart.chart_readme(self.VALUES, json.dumps(schema))
+        assert "| `replicas` | `1` | integer, >= 0 | How many. |" in text
+        assert "| `image.tag` |" in text

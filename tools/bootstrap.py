@@ -1,4 +1,5 @@
-"""Makes a checkout ready to use: uv, the locked environment in .venv, the control plane's programs, promtool.
+"""Makes a checkout ready to use: uv, the locked environment in .venv, the control plane's programs
+and promtool.
 
 Needs Python 3.11 or newer, a C compiler and the package registries, and nothing else; uses the
 standard library alone, since it runs before anything is installed. Every step says what it does and

@@ -1,8 +1,9 @@
-"""Makes the files that are made from others: the chart's CRDs, the API reference, and the Python of
-the .proto files.
+"""Makes the files that are made from others: the chart's CRDs and README, the manifest that is the
+chart rendered, the API reference, and the Python of the .proto files.
 
-In: crds/*.yaml and wire/**/*.proto. Out: charts/plimsoll/files/crds/, the operator package's copy of
-the definitions, docs/api.md and the modules beside each .proto. ``python tools/generate.py`` writes
+In: crds/*.yaml, wire/**/*.proto and charts/plimsoll. Out: charts/plimsoll/files/crds/ and README.md,
+manifests/install.yaml, the operator package's copy of the definitions, docs/api.md and the modules
+beside each .proto. ``python tools/generate.py`` writes
 them; ``--check`` writes nothing, names what differs and exits 1.
 """
 
@@ -19,6 +20,12 @@ from typing import Any
 import yaml
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
+from plimsoll_local.binaries import find_binaries
+
+# PYTHONSAFEPATH keeps a script's own folder off the path.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from chart_reference import CHART, chart_readme, install_manifest
+
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")
 CHART_CRDS = Path("charts/plimsoll/files/crds")
@@ -26,6 +33,8 @@ CHART_CRDS = Path("charts/plimsoll/files/crds")
 PACKAGE_CRDS = Path("operator/plimsoll_operator/crds")
 WIRE = Path("wire")
 REFERENCE = Path("docs/api.md")
+CHART_README = CHART / "README.md"
+INSTALL = Path("manifests/install.yaml")
 
 HEADER = "# Generated from {source} by tools/generate.py: edit that one.\n"
 # Uninstalling the chart must not delete the definitions, and with them every object.
@@ -168,8 +177,23 @@ def wanted_files(root: Path) -> dict[Path, str]:
     return crds | packaged | reference | wire_modules(root)
 
 
+def chart_files(root: Path) -> dict[Path, str]:
+    """From the chart as it is, whose definitions must be fresh. Raises ValueError: a value that is
+    not described, or no helm."""
+    binaries = find_binaries()
+    if binaries is None:
+        raise ValueError("there is no helm: run `make setup`, which builds it")
+    values = (root / CHART / "values.yaml").read_text()
+    schema = (root / CHART / "values.schema.json").read_text()
+    return {
+        CHART_README: chart_readme(values, schema),
+        INSTALL: install_manifest(root, binaries.helm),
+    }
+
+
 def differences(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
-    """Files that are missing, differ, or have lost their source."""
+    """Files that are missing, differ, or, in the folders of ``wanted`` that hold nothing else, have
+    lost their source."""
     changed = [
         path
         for path, text in wanted.items()
@@ -178,28 +202,37 @@ def differences(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
     present = {
         path.relative_to(root)
         for folder in (CHART_CRDS, PACKAGE_CRDS)
+        if any(each.parent == folder for each in wanted)
         for path in (root / folder).glob("*")
     }
     return sorted([*changed, *(present - wanted.keys())])
+
+
+def refresh(root: Path, wanted: Mapping[Path, str]) -> list[Path]:
+    """Writes what is stale and removes what has lost its source."""
+    stale = differences(root, wanted)
+    for path in stale:
+        if path in wanted:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(wanted[path])
+        else:
+            (root / path).unlink()
+    return stale
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     options = parser.parse_args(arguments)
-    wanted = wanted_files(ROOT)
-    stale = differences(ROOT, wanted)
     if options.check:
+        stale = differences(ROOT, wanted_files(ROOT) | chart_files(ROOT))
         for path in stale:
             print(f"{path} is stale: run make generate", file=sys.stderr)
         return 1 if stale else 0
-    for path in stale:
-        if path in wanted:
-            (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-            (ROOT / path).write_text(wanted[path])
-        else:
-            (ROOT / path).unlink()
-        print(path)
+    # The chart holds what the first of the two makes.
+    for make in (wanted_files, chart_files):
+        for path in refresh(ROOT, make(ROOT)):
+            print(path)
     return 0
 
 

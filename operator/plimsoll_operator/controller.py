@@ -1,17 +1,21 @@
 """The running controller: its connections, its options and what it carries from pass to pass.
 
-In: triggers. Out: passes (reconcile.py), one worker per LLMDeployment. What is carried here may be
-lost at any moment: everything that matters is in the cluster.
+In: triggers. Out: passes (reconcile.py, advisor/passes.py), one worker per LLMDeployment and one per
+MemoryAdvisor. What is carried here may be lost at any moment: everything that matters is in the cluster.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from plimsoll_operator import __version__
-from plimsoll_operator.cluster import Cluster
+from plimsoll_operator import cluster as api
+from plimsoll_operator.advisor import passes as advising
+from plimsoll_operator.advisor.pages import Pages, RemotePages
+from plimsoll_operator.cluster import Cluster, Resource
 from plimsoll_operator.engines import Engines, RemoteEngines
 from plimsoll_operator.reconcile import Carried, reconcile
 from plimsoll_operator.report import report_failure
@@ -35,22 +39,26 @@ class Options:
 
 
 class Controller:
-    """``engines`` None: those in the cluster's pods."""
+    """``engines`` and ``pages`` None: those in the cluster's pods."""
 
     def __init__(
         self,
         options: Options,
         engines: Engines | None = None,
         telemetry: Telemetry | None = None,
+        pages: Pages | None = None,
     ) -> None:
         self._options = options
         self._telemetry = telemetry or Telemetry()
         self._workers = Workers(self._pass)
+        self._advisors = Workers(self._advisor_pass)
         self._carried: dict[Key, Carried] = {}
-        self._failing: set[Key] = set()
+        self._advised: dict[Key, advising.Carried] = {}
+        self._failing: set[tuple[Resource, Key]] = set()
         self._cluster: Cluster | None = None
         self._engines = engines
-        self._remote: RemoteEngines | None = None
+        self._pages = pages
+        self._connections: list[RemoteEngines | RemotePages] = []
 
     @property
     def options(self) -> Options:
@@ -59,12 +67,17 @@ class Controller:
     async def start(self) -> None:
         self._cluster = await Cluster.connect(self._telemetry)
         if self._engines is None:
-            self._engines = self._remote = RemoteEngines()
+            self._engines = engines = RemoteEngines()
+            self._connections.append(engines)
+        if self._pages is None:
+            self._pages = pages = RemotePages()
+            self._connections.append(pages)
 
     async def stop(self) -> None:
         await self._workers.stop()
-        if self._remote is not None:
-            await self._remote.close()
+        await self._advisors.stop()
+        for connection in self._connections:
+            await connection.close()
         if self._cluster is not None:
             await self._cluster.close()
 
@@ -74,23 +87,37 @@ class Controller:
     def nudge(self, key: Key) -> None:
         self._workers.nudge(key)
 
+    def trigger_advisor(self, key: Key) -> None:
+        self._advisors.trigger(key)
+
     async def _pass(self, key: Key) -> float | None:
+        return await self._measured(api.LLM_DEPLOYMENT, key, self._reconcile)
+
+    async def _advisor_pass(self, key: Key) -> float | None:
+        return await self._measured(api.MEMORY_ADVISOR, key, self._advise)
+
+    async def _measured(
+        self,
+        kind: Resource,
+        key: Key,
+        run: Callable[[Cluster, Key], Awaitable[float | None]],
+    ) -> float | None:
         assert self._cluster is not None
         try:
             with self._telemetry.measure_pass():
-                due = await self._reconcile(self._cluster, key)
+                due = await run(self._cluster, key)
         except Exception as error:
             # One lost request is no news; what fails twice in a row is.
-            if key in self._failing:
-                await self._show(self._cluster, key, error)
-            self._failing.add(key)
+            if (kind, key) in self._failing:
+                await self._show(self._cluster, kind, key, error)
+            self._failing.add((kind, key))
             raise
-        self._failing.discard(key)
+        self._failing.discard((kind, key))
         return due
 
-    async def _show(self, cluster: Cluster, key: Key, error: Exception) -> None:
+    async def _show(self, cluster: Cluster, kind: Resource, key: Key, error: Exception) -> None:
         try:
-            await report_failure(cluster, key, error, time.time())
+            await report_failure(cluster, key, error, time.time(), kind)
         except Exception:
             # Most likely the same trouble; the worker logs the error itself.
             logger.warning("%s/%s: the failure cannot be shown", *key, exc_info=True)
@@ -118,4 +145,17 @@ class Controller:
             self._telemetry.note_scrape(*key, now)
         if outcome.carried is not None:
             self._carried[key] = outcome.carried
+        return outcome.due_in
+
+    async def _advise(self, cluster: Cluster, key: Key) -> float | None:
+        assert self._pages is not None
+        carried = self._advised.get(key)
+        outcome = await advising.run_pass(
+            cluster, self._pages, key, carried=carried, now=time.time()
+        )
+        if outcome is None:
+            self._advised.pop(key, None)
+            return None
+        if outcome.carried is not None:
+            self._advised[key] = outcome.carried
         return outcome.due_in

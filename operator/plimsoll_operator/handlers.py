@@ -1,6 +1,6 @@
 """What kopf calls: watch events become triggers, nothing more.
 
-In: events of LLMDeployments and of what they own. Out: triggers of the workers. Only raw event
+In: events of LLMDeployments, of what they own, and of MemoryAdvisors. Out: triggers of the workers. Only raw event
 handlers are used: kopf's other handlers leave finalizers and annotations on the objects, and an
 idle object must not be written (docs/architecture.md).
 """
@@ -46,6 +46,13 @@ async def deployment_changed(
     memo: Controller, namespace: str | None, name: str | None, **_: Any
 ) -> None:
     memo.trigger(Key(namespace or "", name or ""))
+
+
+@kopf.on.event(names.GROUP, names.VERSION, names.ADVISOR_PLURAL)
+async def advisor_changed(
+    memo: Controller, namespace: str | None, name: str | None, **_: Any
+) -> None:
+    memo.trigger_advisor(Key(namespace or "", name or ""))
 
 
 @kopf.on.event("apps", "v1", "statefulsets", labels=_OURS)

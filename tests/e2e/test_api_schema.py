@@ -47,7 +47,6 @@ def changed(path: str, value: object) -> Json:
             both(("model.uri", "file:///m"), ("model.revision", "v1")),
             ["spec.model.revision is v1", "only with an hf:// uri"],
         ),
-        (changed("runtime", {"name": "vLLM"}), ["spec.runtime.name", "vLLM", '"VLLM"']),
         (changed("runtime", {"name": "VLLM"}), ["spec.runtime.image is not set", "vllm-openai"]),
         (
             changed("runtime", {"name": "VLLM", "image": "v", "version": "0.7.3"}),
@@ -101,7 +100,7 @@ def changed(path: str, value: object) -> Json:
             changed("engine.extraArgs", ["--dtype=float32", "--port=1"]),
             ["spec.engine.extraArgs holds --port=1", "no other field"],
         ),
-        (changed("runtime.name", "VLLM"), ["spec.runtime.name", "VLLM", "Plimsoll"]),
+        (changed("runtime.name", "vLLM"), ["spec.runtime.name", '"vLLM"', '"VLLM"', '"Plimsoll"']),
         (changed("tuning.mode", "On"), ["spec.tuning.mode", "On", "Off", "Advise", "Auto"]),
         (
             changed("tuning.gpuMemoryUtilization", {"minAllowed": 0.9, "maxAllowed": 0.8}),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,60 +17,26 @@ import yaml
 
 from plimsoll_local.binaries import Binaries, ensure_binaries
 from plimsoll_local.controlplane import Component, ControlPlane
+from plimsoll_operator import cluster as api
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.spec import Deployment
-from support.apiserver import ApiServer, OperatorProcess, until
+from support.apiserver import ApiServer, OperatorProcess, condition_of, until
+from support.helm import CHART, PROMETHEUS, Helm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "plimsoll"
-PROMETHEUS = ("--api-versions", "monitoring.coreos.com/v1")
-CRD_NAMES = ["llmdeployments.plimsoll.dev", "memoryprofiles.plimsoll.dev"]
+CRD_NAMES = [
+    "llmdeployments.plimsoll.dev",
+    "memoryadvisors.plimsoll.dev",
+    "memoryprofiles.plimsoll.dev",
+]
 
 
 @pytest.fixture(scope="module")
 def binaries() -> Binaries:
     return ensure_binaries()
-
-
-class Helm:
-    """The real helm, with a home of its own and the cluster of ``kubeconfig``."""
-
-    def __init__(self, binaries: Binaries, home: Path, kubeconfig: Path | None = None) -> None:
-        self._binaries = binaries
-        self._environment = {"PATH": os.environ["PATH"], "HOME": os.fspath(home)}
-        if kubeconfig is not None:
-            self._environment["KUBECONFIG"] = os.fspath(kubeconfig)
-
-    def __call__(self, *arguments: str) -> str:
-        """Raises AssertionError with helm's words."""
-        return self._run(self._binaries.helm, *arguments)
-
-    def kubectl(self, *arguments: str) -> str:
-        return self._run(self._binaries.kubectl, *arguments)
-
-    def fails(self, *arguments: str) -> str:
-        with pytest.raises(AssertionError) as refused:
-            self(*arguments)
-        return str(refused.value)
-
-    def render(self, *arguments: str, release: str = "plimsoll") -> list[Json]:
-        text = self("template", release, str(CHART), "--namespace", "ops", *arguments)
-        return [body for body in yaml.safe_load_all(text) if body is not None]
-
-    def _run(self, program: Path, *arguments: str) -> str:
-        done = subprocess.run(
-            [program, *arguments],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, f"{program.name} {arguments}: {done.stderr}{done.stdout}"
-        return done.stdout
 
 
 @pytest.fixture
@@ -164,6 +130,9 @@ class TestRendering:
             ("replicas=-1", "replicas"),
             ("watchNamespaces={Not_A_Name}", "watchNamespaces"),
             ("monitoring.enabled=yes", "enabled"),
+            ("monitoring.dashboards.enabled=yes", "enabled"),
+            ("monitoring.alerts.for=2 minutes", "for"),
+            ("monitoring.alerts.runbookBase=docs", "runbookBase"),
         ],
     )
     def test_a_bad_value_is_refused_by_name(self, helm: Helm, value: str, named: str) -> None:
@@ -174,14 +143,19 @@ class TestMonitoring:
     def monitoring(self, bodies: list[Json]) -> list[Json]:
         return of_kind(bodies, "PodMonitor") + of_kind(bodies, "PrometheusRule")
 
+    def engines(self, bodies: list[Json]) -> Json:
+        monitors = of_kind(bodies, "PodMonitor")
+        (monitor,) = (each for each in monitors if each["metadata"]["name"].endswith("-engines"))
+        return monitor
+
     @pytest.mark.parametrize(
         ("arguments", "kinds"),
         [
             ((), []),
-            (PROMETHEUS, ["PodMonitor", "PrometheusRule"]),
-            (("--set", "monitoring.enabled=true"), ["PodMonitor", "PrometheusRule"]),
+            (PROMETHEUS, ["PodMonitor", "PodMonitor", "PrometheusRule"]),
+            (("--set", "monitoring.enabled=true"), ["PodMonitor", "PodMonitor", "PrometheusRule"]),
             ((*PROMETHEUS, "--set", "monitoring.enabled=false"), []),
-            ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"]),
+            ((*PROMETHEUS, "--set", "monitoring.alerts.enabled=false"), ["PodMonitor"] * 2),
         ],
     )
     def test_when_it_is_there(
@@ -204,7 +178,7 @@ class TestMonitoring:
         )
         for body in self.monitoring(bodies):
             assert body["metadata"]["labels"]["release"] == "prom-stack"
-        (monitor,) = of_kind(bodies, "PodMonitor")
+        monitor = self.engines(bodies)
         template = build_pod_template(deployment(), "plimsoll/engine:0.1.0")
         labels = template["metadata"]["labels"]
         assert monitor["spec"]["namespaceSelector"] == {"any": True}
@@ -214,17 +188,87 @@ class TestMonitoring:
         ports = {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}
         assert endpoint["port"] in ports
 
-    def test_the_alert_on_cache_usage(self, helm: Helm) -> None:
+    def test_the_engines_series_have_both_names_of_the_model(self, helm: Helm) -> None:
+        (endpoint,) = self.engines(helm.render(*PROMETHEUS))["spec"]["podMetricsEndpoints"]
+        assert endpoint["metricRelabelings"] == [
+            {"sourceLabels": ["model_name"], "regex": "(.+)", "targetLabel": "model"}
+        ]
+
+    def test_in_listed_namespaces_only_their_pods_are_read(self, helm: Helm) -> None:
+        bodies = helm.render(*PROMETHEUS, "--set", "watchNamespaces={a,b}")
+        assert self.engines(bodies)["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+    def test_the_operators_monitor_selects_the_operators_pods(self, helm: Helm) -> None:
+        bodies = helm.render(*PROMETHEUS)
+        (monitor,) = (m for m in of_kind(bodies, "PodMonitor") if m != self.engines(bodies))
+        pod = operator_pod(bodies)
+        selected = monitor["spec"]["selector"]["matchLabels"].items()
+        assert selected <= pod["metadata"]["labels"].items()
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        (port,) = pod["spec"]["containers"][0]["ports"]
+        assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
+        # Else the namespace of a series would be the operator's and not the LLMDeployment's.
+        assert endpoint["honorLabels"] is True
+        (service,) = of_kind(bodies, "Service")
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+
+    def test_the_rules_are_those_of_the_file(self, helm: Helm) -> None:
         (rule,) = of_kind(helm.render(*PROMETHEUS), "PrometheusRule")
-        alerts = {r["alert"]: r for group in rule["spec"]["groups"] for r in group["rules"]}
-        high = alerts["PlimsollCacheUsageHigh"]
+        source = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+        assert rule["spec"] == source
+
+    def test_values_change_the_cache_alerts_and_where_runbooks_are(self, helm: Helm) -> None:
+        # As text, as --set gives it.
+        values = ("cacheUsage=0.8", "for=7m", "runbookBase=https://example.org/v1/")
+        sets = (f"--set=monitoring.alerts.{value}" for value in values)
+        (rule,) = of_kind(helm.render(*PROMETHEUS, *sets), "PrometheusRule")
+        before = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+        for group, was in zip(rule["spec"]["groups"], before["groups"], strict=True):
+            for now, then in zip(group["rules"], was["rules"], strict=True):
+                if "alert" not in now:
+                    assert now == then
+                    continue
+                link = then["annotations"]["runbook_url"].replace(
+                    "docs/", "https://example.org/v1/"
+                )
+                assert now["annotations"]["runbook_url"] == link
+                if now["alert"] in ("PlimsollCacheUsageHigh", "PlimsollCachePressure"):
+                    assert now["expr"] == then["expr"].replace("> 0.95", "> 0.8")
+                    assert (now["for"], then["for"]) == ("7m", "2m")
+                else:
+                    assert now["expr"] == then["expr"]
+                    assert now.get("for") == then.get("for")
+
+    def test_full_alone_is_a_warning_and_with_waiting_somebody_is_called(self, helm: Helm) -> None:
+        (rule,) = of_kind(helm.render(*PROMETHEUS), "PrometheusRule")
+        alerts = {r.get("alert"): r for group in rule["spec"]["groups"] for r in group["rules"]}
+        high, pressure = alerts["PlimsollCacheUsageHigh"], alerts["PlimsollCachePressure"]
         assert high["expr"].endswith("> 0.95")
-        assert "vllm:kv_cache_usage_perc" in high["expr"]
-        assert high["for"] == "5m"
         assert "{{ $labels.pod }}" in high["annotations"]["summary"]
-        # Fullness alone is a warning; only with requests waiting somebody is called.
-        assert high["labels"]["severity"] == "warning"
-        assert alerts["PlimsollCachePressure"]["labels"]["severity"] == "critical"
+        assert (high["labels"]["severity"], pressure["labels"]["severity"]) == (
+            "warning",
+            "critical",
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "there"),
+        [
+            ((), False),
+            (PROMETHEUS, True),
+            ((*PROMETHEUS, "--set", "monitoring.dashboards.enabled=false"), False),
+            (("--set", "monitoring.dashboards.enabled=true"), True),
+        ],
+    )
+    def test_the_dashboard_is_where_grafana_looks(
+        self, helm: Helm, arguments: tuple[str, ...], there: bool
+    ) -> None:
+        maps = of_kind(helm.render(*arguments), "ConfigMap")
+        assert len(maps) == there
+        for each in maps:
+            assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+            shown = json.loads(each["data"]["plimsoll.json"])
+            assert shown == json.loads((CHART / "files" / "dashboard.json").read_text())
 
 
 def deployment() -> Deployment:
@@ -308,11 +352,33 @@ class TestInstallation:
         async def complete() -> bool:
             return expected <= {key.split()[0] for key in await server.versions()}
 
+        # One that looks for each kind of target: each may be read.
+        kinds = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+        for kind in kinds:
+            await server.create(
+                api.MEMORY_ADVISOR,
+                namespace,
+                {
+                    "apiVersion": "plimsoll.dev/v1alpha1",
+                    "kind": "MemoryAdvisor",
+                    "metadata": {"name": kind.lower()},
+                    "spec": {"targetRef": {"kind": kind, "name": "none"}},
+                },
+            )
+
+        async def looked() -> bool:
+            found = [
+                await server.get(api.MEMORY_ADVISOR, namespace, kind.lower()) for kind in kinds
+            ]
+            reasons = [condition_of(each or {}, "TargetFound").get("reason") for each in found]
+            return reasons == ["NotFound"] * len(kinds)
+
         operator = await _start_operator(kubeconfig, namespace, watched)
         try:
             await server.create_deployment()
             await server.wait_for("Progressing")
             await until(complete, 30)
+            await until(looked, 30)
         finally:
             await operator.stop()
         assert "forbidden" not in operator.log.lower()
@@ -324,6 +390,9 @@ class TestInstallation:
             ("patch", "llmdeployments.plimsoll.dev"),
             ("delete", "llmdeployments.plimsoll.dev"),
             ("delete", "memoryprofiles.plimsoll.dev"),
+            ("patch", "memoryadvisors.plimsoll.dev"),
+            ("patch", "deployments.apps"),
+            ("patch", "leaderworkersets.leaderworkerset.x-k8s.io"),
             ("list", "secrets"),
             ("create", "pods"),
             ("update", "customresourcedefinitions"),

@@ -170,12 +170,36 @@ def test_stock_vllm_serves_behind_the_gate(serving: Serving) -> None:
     statuses = after["status"]
     parts = [*statuses["containerStatuses"], *statuses["initContainerStatuses"]]
     assert {part["name"]: part["restartCount"] for part in parts} == {"gate": 0, "engine": 0}
-    effective = (serving.deployment("stock") or {})["status"]["effective"]
-    assert (effective["maxModelLen"], effective["gpuMemoryUtilization"]) == (512, 0.9)
+
+    def in_force() -> bool:
+        effective = (serving.deployment("stock") or {})["status"]["effective"]
+        return (effective["maxModelLen"], effective["gpuMemoryUtilization"]) == (512, 0.9)
+
+    serving.cluster.wait_for(in_force, "the status to say so")
 
     failure = serving.wait_for("broken", "Stalled")
     assert failure["reason"] == "ModelLoadFailed"
     assert "Cannot find any model weights" in failure["message"]
+
+    # vLLM dies: its container alone starts anew, and the class is told.
+    serving.kill_vllm("stock-0")
+
+    def told() -> bool:
+        failures = (serving.deployment("stock") or {})["status"].get("failures", {})
+        return "killed by signal 9" in failures.get("last", {}).get("message", "")
+
+    serving.cluster.wait_for(told, "the death in status")
+
+    def is_back() -> bool:
+        ((gate, engine),) = (
+            (each["status"]["containerStatuses"][0], each["status"]["initContainerStatuses"][0])
+            for each in serving.pods("stock")
+        )
+        assert gate["restartCount"] == 0
+        back = engine["restartCount"] == 1 and engine["ready"] and gate["ready"]
+        return back and serving.chat("stock").status == 200
+
+    serving.cluster.wait_for(is_back, "vLLM to serve again")
 
     serving.delete("stock")
     serving.delete("broken")

@@ -49,8 +49,16 @@ async def test_b02_one_works_and_the_other_takes_over(
         await server.create_deployment()
         await server.wait_for("Ready", within=60)
         assert "plimsoll_operator_leader 1.0" in (await ask(first, "/metrics"))[1]
+
+        async def tells() -> bool:
+            # Written before it is counted.
+            page = (await ask(first, "/metrics"))[1].splitlines()
+            return any(line.startswith("plimsoll_operator_condition{") for line in page)
+
+        await until(tells, 10)
         standby = (await ask(second, "/metrics"))[1]
         assert "plimsoll_operator_leader 0.0" in standby
+        assert "plimsoll_operator_condition{" not in standby
         # On standby it has asked for the Lease and written nothing.
         written = [line for line in standby.splitlines() if 'verb="P' in line]
         assert not written, written

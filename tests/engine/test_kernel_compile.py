@@ -28,7 +28,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # of its stack, shared bytes of a program). Registers are handed out by eights, so up to the next
 # eight is not more; the rest may not grow by a byte. A stack is spilled registers: ptxas moves four
 # of them once, for sm_80, to reach a rounder number of registers.
-BUDGETS: dict[str, tuple[Build, tuple[tuple[int, int, int], ...]]] = {
+Budget = tuple[int, int, int]
+BUDGETS: dict[str, tuple[Build, tuple[Budget, ...]]] = {
     "decode-head128": (
         attention_build(BF16, 4, 128, 1),
         ((96, 0, 8704), (90, 0, 8704), (90, 0, 8704)),
@@ -87,9 +88,26 @@ BUDGETS: dict[str, tuple[Build, tuple[tuple[int, int, int], ...]]] = {
     "silu-and-mul": (silu_and_mul_build(), ((29, 0, 0), (29, 0, 0), (29, 0, 0))),
 }
 
+# Compiled for sm_90 alone: variants of what is compiled for all three, and the slowest to compile.
+# Their other figures are what they took when the table was made.
+HOPPER_ONLY = (
+    "prefill-head128-window",
+    "prefill-head128-cap",
+    "prefill-fp16-head80",
+    "prefill-fp32",
+    "prefill-head256",
+    "split-head96-window",
+    "split-head256",
+)
+COMPILED = [
+    (name, arch)
+    for name in BUDGETS
+    for arch in CAPABILITIES
+    if arch == 90 or name not in HOPPER_ONLY
+]
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
-@pytest.mark.parametrize("name", BUDGETS)
+
+@pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_kernel_compiles_within_its_budget(name: str, arch: int, tmp_path: Path) -> None:
     build, budgets = BUDGETS[name]
     budget = Usage(*budgets[CAPABILITIES.index(arch)])

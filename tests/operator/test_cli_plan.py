@@ -303,3 +303,25 @@ def test_missing_fields_are_told_apart() -> None:
     found: Json = {"properties": {"a": {}, "c": {"items": {}}}}
     assert missing_fields(wanted, found) == ["a.b", "c[].d"]
     assert missing_fields(found, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("vllm/vllm-openai:v0.11.0", "vLLM 0.11.0 behind the gate"),
+        ("vllm/vllm-openai:latest", "vLLM of unknown version"),
+    ],
+)
+def test_a_plan_for_vllm_says_what_moves(
+    tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str], image: str, said: str
+) -> None:
+    file = manifest(tmp_path, runtime={"name": "VLLM", "image": image})
+    assert plan("-f", file, "--model-config", config, "--gpu", "H100-80G") == 0
+    text = capsys.readouterr().out
+    assert said in text
+    assert "vLLM measures activations at its start" in text
+    assert plan("-f", file, "-o", "yaml") == 0
+    children = list(yaml.safe_load_all(capsys.readouterr().out))
+    (template,) = [b["spec"]["template"]["spec"] for b in children if b["kind"] == "StatefulSet"]
+    assert [c["name"] for c in template["initContainers"]] == ["engine"]
+    assert [c["name"] for c in template["containers"]] == ["gate"]

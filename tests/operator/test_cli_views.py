@@ -411,3 +411,14 @@ def test_resume_without_a_record_asks_for_the_mode(annotation: str | None) -> No
     assert patch.body["spec"]["tuning"]["mode"] == "Auto"
     with pytest.raises(CommandError, match="--mode is Hold; allowed: Off, Advise"):
         mode.resume(body, TuningMode.HOLD)
+
+
+def test_a_lane_before_vllm_is_no_flag_of_its_and_the_line_is_explained() -> None:
+    runtime = {"name": "VLLM", "image": "vllm/vllm-openai:v0.11.0"}
+    status = copy.deepcopy(STATUS)
+    status["tuning"]["current"] = {"longPromptTokens": 2048, "longPromptShare": 0.5}
+    seen = read_view(resource(status, runtime=runtime))
+    assert "extraArgs" not in pin.build_pin(seen)["spec"]["engine"]
+    text = explain.render(seen, explain.explain(seen, None, None, NOW))
+    assert "vLLM reads utilisation and batch when it starts" in text
+    assert "utilisation may be" not in text

@@ -253,3 +253,36 @@ def test_a_status_of_zero_is_a_death_too() -> None:
 def test_messages_stay_short() -> None:
     message = json.dumps({"class": "ModelLoadFailed", "message": "x" * 4000})
     assert len(found(ended(message)).message) == MAX_MESSAGE
+
+
+def gate(message: str = "", *, reason: str = "Error", code: int = 1, **changes: Any) -> Container:
+    end = Termination(reason, code, message, started_at=100.0, finished_at=160.0)
+    default = Container(
+        image="ours", ready=False, started=False, restarts=2, termination=end, memory_limit="1Gi"
+    )
+    return replace(default, **changes)
+
+
+@pytest.mark.parametrize(
+    ("container", "failure_class", "said"),
+    [
+        (gate(reason="OOMKilled", code=137), FailureClass.ENGINE_DEAD, "memory limit of 1Gi"),
+        (gate("Traceback\nOSError: no"), FailureClass.ENGINE_DEAD, "status 1: OSError: no"),
+        (
+            gate('{"class": "InvalidConfiguration", "message": "--port is 0"}', code=2),
+            FailureClass.INVALID_CONFIGURATION,
+            "status 2: --port is 0",
+        ),
+        (gate(waiting="ImagePullBackOff"), FailureClass.IMAGE_ERROR, "image ours"),
+    ],
+)
+def test_the_gates_end_is_not_the_engines(
+    container: Container, failure_class: FailureClass, said: str
+) -> None:
+    serving = Container(image="vllm", ready=True, started=True, restarts=0)
+    failure = found(pod(serving, gate=container))
+    assert failure.failure_class is failure_class
+    assert said in failure.message
+    # The engine's own death tells more.
+    both = replace(ended(reason="OOMKilled", code=137), gate=container)
+    assert found(both).failure_class is FailureClass.CGROUP_OOM

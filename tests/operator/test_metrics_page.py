@@ -173,3 +173,39 @@ def test_the_order_of_lines_does_not_matter(lines: list[str]) -> None:
     one = read_page(page, pod="p", model="m", at=0.0)
     two = read_page(_reversed(page), pod="p", model="m", at=0.0)
     assert one == two
+
+
+STOCK = """\
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:num_requests_waiting{engine="0",model_name="m"} 2
+"""
+
+
+def test_what_stock_vllm_has_as_labels_alone_is_read() -> None:
+    config = 'block_size="32",num_gpu_blocks="{}",gpu_memory_utilization="{}"'
+    one = f"vllm:cache_config_info{{{config.format(2588, 0.92)}}} 1\n"
+    found = read(STOCK + one)
+    assert (found.usable_blocks, found.block_size, found.gpu_memory_utilization) == (2588, 32, 0.92)
+    # Of two engines the smaller cache; unknown where one does not tell.
+    two = one.replace("{", '{engine="0",') + (
+        f'vllm:cache_config_info{{engine="1",{config.format(2000, 0.9)}}} 1\n'
+    )
+    assert read(STOCK + two).usable_blocks == 2000
+    assert read(STOCK + two.replace('"2000"', '"None"')).usable_blocks is None
+    # This project's own metric is the better word.
+    own = 'plimsoll:kv_blocks_usable{engine="0",model_name="m"} 7\n'
+    assert read(STOCK + one + own).usable_blocks == 7
+    for bad in ("None", "0", "1.5", "x"):
+        assert read(STOCK + one.replace('"0.92"', f'"{bad}"')).gpu_memory_utilization is None
+
+
+def test_the_only_model_of_a_page_needs_no_name() -> None:
+    found = read_page(STOCK, pod="p-0", model=None, at=1.0)
+    assert isinstance(found, EngineReading)
+    assert found.waiting == 2
+    several = read_page(STOCK + STOCK.replace('"m"', '"n"'), pod="p-0", model=None, at=1.0)
+    assert isinstance(several, Unknown)
+    assert "several models (m, n)" in several.message
+    none = read_page("up 1\n", pod="p-0", model=None, at=1.0)
+    assert isinstance(none, Unknown)
+    assert none.message == "vllm:kv_cache_usage_perc is not on its page"

@@ -127,3 +127,17 @@ async def test_a_page_without_end_is_not_kept(read: Read) -> None:
     found = await read(answer)
     assert isinstance(found, Unknown)
     assert found.reason is UnknownReason.UNREADABLE
+
+
+async def test_a_redirection_is_not_followed(read: Read) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        raise web.HTTPFound("http://169.254.169.254/metrics")
+
+    found = await read(answer)
+    assert isinstance(found, Unknown)
+    assert found.reason is UnknownReason.BAD_STATUS
+    assert "answered 302" in found.message
+    assert asked == ["/metrics"]

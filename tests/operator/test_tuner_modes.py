@@ -9,10 +9,12 @@ import pytest
 
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning.values import (
+    LANE,
     Blocked,
     FailureClass,
     Learned,
     Limits,
+    Parameter,
     Rule,
     Source,
 )
@@ -57,9 +59,29 @@ class TestModes:
         decision = fleet.idle(30, **FULL)
         assert decision.limits == Limits(8192, 0.90)
         assert decision.target.max_model_len == 4096
+        (advice,) = decision.advice
+        assert (advice.parameter, advice.before, advice.after) == (
+            Parameter.MAX_MODEL_LEN,
+            8192,
+            4096,
+        )
+        assert advice.rule is Rule.PRESSURE
         assert decision.changes == ()
         assert events(fleet) == []
         assert verdict(decision, "TuningActive").reason == "Advise"
+
+    def test_what_auto_starts_with_is_advice_as_well(self) -> None:
+        fleet = Fleet(with_lane(mode=TuningMode.ADVISE))
+        fleet.idle(10, **CALM)
+        death = died(FailureClass.CUDA_OOM_AT_RUNTIME, fleet.now, serving=True)
+        assert Rule.OOM in {each.rule for each in fleet.see({}, [death]).advice}
+        # The death is over, and what it taught is not.
+        rules = {each.parameter: each.rule for each in fleet.look(**CALM).advice}
+        assert rules == {
+            Parameter.GPU_MEMORY_UTILIZATION: Rule.LEARNED,
+            **dict.fromkeys(LANE, Rule.LANE),
+        }
+        assert fleet.log[-1].limits == Limits(8192, 0.90)
 
     def test_initial_moves_nothing_while_engines_serve(self) -> None:
         fleet = Fleet(with_lane(mode=TuningMode.INITIAL, max_utilization=0.96))

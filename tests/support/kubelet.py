@@ -83,9 +83,10 @@ def recovered(exit_code: int, reason: str = "Error") -> Behaviour:
 
 class FakeKubelet:
     """``behaviours`` by image; ``default`` for the others. A pod's status is written when it
-    appears and again when the behaviour of its image is set anew."""
+    appears and again when the behaviour of its image is set anew. ``address`` is every pod's."""
 
-    def __init__(self, api: ApiClient, namespace: str) -> None:
+    def __init__(self, api: ApiClient, namespace: str, address: str = "192.0.2.1") -> None:
+        self.address = address
         self._core, self._namespace = CoreV1Api(api), namespace
         self._behaviours: dict[str, Behaviour] = {}
         self._default: Behaviour = running
@@ -137,8 +138,8 @@ class FakeKubelet:
         ready = "True" if state["ready"] else "False"
         status = {
             "phase": "Running" if "running" in state["state"] else "Pending",
-            "podIP": "192.0.2.1",
-            "podIPs": [{"ip": "192.0.2.1"}],
+            "podIP": self.address,
+            "podIPs": [{"ip": self.address}],
             "conditions": [
                 {"type": kind, "status": ready, "lastTransitionTime": now()}
                 for kind in ("Ready", "ContainersReady")

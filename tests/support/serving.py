@@ -6,11 +6,13 @@ would do and see, through kubectl, the API server and the Service.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,30 +148,30 @@ class Serving:
         """SIGKILL to the engine's own process, as the kernel or a colleague would do it."""
         self._kill("plimsoll_engine", pod)
 
+    def kill_vllm(self, pod: str) -> None:
+        """SIGKILL to the scripted vLLM, not to the launcher before it."""
+        self._kill_those(lambda process: process.cmdline()[2:3] == ["serve"], "vllm", pod)
+
     def kill_operator(self) -> None:
         path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods"
         (pod,) = (self.cluster.get(path) or {})["items"]
         self._kill("plimsoll_operator", pod["metadata"]["name"])
 
     def _kill(self, module: str, pod: str) -> None:
+        # The container's own process, not the shim that has the same words among its arguments.
+        self._kill_those(lambda process: process.cmdline()[1:3] == ["-m", module], module, pod)
+
+    def _kill_those(self, holds: Callable[[psutil.Process], bool], what: str, pod: str) -> None:
         supervisor = psutil.Process(self.cluster.cluster.processes()[0])
-        found = [
-            process
-            for process in supervisor.children(recursive=True)
-            if _runs(process, module) and process.environ().get("HOSTNAME") == pod
-        ]
-        assert found, f"no process of {module} in pod {pod}"
+        found = []
+        for process in supervisor.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if holds(process) and process.environ().get("HOSTNAME") == pod:
+                    found.append(process)
+        assert found, f"no process of {what} in pod {pod}"
         for process in found:
             process.kill()
 
     def delete(self, name: str) -> None:
         self.kubectl("delete", "llmd", name, "--wait=false")
         self.cluster.wait_for(lambda: self.deployment(name) is None, f"{name} to be gone")
-
-
-def _runs(process: psutil.Process, module: str) -> bool:
-    # The container's own process, not the shim that has the same words among its arguments.
-    try:
-        return process.cmdline()[1:3] == ["-m", module]
-    except psutil.NoSuchProcess:
-        return False

@@ -19,7 +19,7 @@ from plimsoll_engine.sampling_params import SamplingParams
 from support.smollm2 import prepared_snapshot
 from support.tiny_models import reference_greedy, reference_model
 
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 QUESTIONS = (
     "What is the capital of France?",
     "Name three primary colours.",

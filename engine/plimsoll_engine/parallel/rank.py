@@ -20,6 +20,9 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+# Reading a configuration imports it, two seconds of it: once before the fork, not in each rank.
+import transformers.models.llama.configuration_llama  # noqa: F401
+
 from plimsoll_engine.executor import AllocationFailure
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.parallel.group import DistributedGroup

@@ -198,6 +198,41 @@ def explain(
 
 
 @app.command()
+def advice(
+    name: Annotated[
+        str | None, typer.Argument(help="Name of a MemoryAdvisor; without it, all of them.")
+    ] = None,
+    namespace: Namespace = None,
+    all_namespaces: AllNamespaces = False,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """What MemoryAdvisors would change of vLLM that runs already, why, and what it would save."""
+    from dataclasses import asdict
+
+    from plimsoll_operator.cli import advice as advising
+
+    server = _connect(kubeconfig, context, namespace, all_namespaces)
+    if name is None:
+        rows = advising.build_rows(server.advisors())
+        if output is not Output.TABLE:
+            _print_data([asdict(row) for row in rows], output)
+            return
+        text = advising.render_table(rows) if rows else f"no MemoryAdvisor {_where(server)}"
+        _console().print(text)
+        return
+    if all_namespaces:
+        raise UsageError("--all-namespaces excludes a name")
+    resource = server.advisor(name)
+    sections = advising.explain(resource, time.time())
+    if output is Output.TABLE:
+        print(advising.render(resource, sections))
+        return
+    _print_data({section.title: list(section.lines) for section in sections}, output)
+
+
+@app.command()
 def history(
     name: Name,
     namespace: Namespace = None,

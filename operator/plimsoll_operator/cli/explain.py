@@ -15,7 +15,7 @@ from plimsoll_operator.spec import Deployment, TuningMode
 from plimsoll_operator.tuning.bounds import active_blocks
 from plimsoll_operator.tuning.policy import DEFAULT_POLICY
 from plimsoll_operator.tuning.settings import tuning_settings
-from plimsoll_operator.tuning.values import Learned, Limits
+from plimsoll_operator.tuning.values import Learned, Limits, Parameter
 
 _SOURCES = {
     "Spec": "the spec's own values",
@@ -119,8 +119,16 @@ def _start(view: View, deployment: Deployment) -> tuple[str, ...]:
     lines = [
         f"the spec starts at length {length} and utilisation {engine.gpu_memory_utilization:.2f}",
         f"tuning.mode is {settings.mode}: {_MODES[settings.mode.value]}",
-        f"utilisation may be {settings.min_utilization:.2f} to {settings.max_utilization:.2f}",
     ]
+    if Parameter.GPU_MEMORY_UTILIZATION in settings.live:
+        lines.append(
+            f"utilisation may be {settings.min_utilization:.2f} to {settings.max_utilization:.2f}"
+        )
+    else:
+        lines.append(
+            "vLLM reads utilisation and batch when it starts: they stay what the spec says; the gate "
+            "before it moves length, sequences and the long lane"
+        )
     if settings.tunes_length:
         floor, top = view.lower.max_model_len or settings.floor, settings.ceiling
         lines.append(

@@ -76,6 +76,11 @@ OPERATOR_RULES = (
     Rule("networking.k8s.io", ("networkpolicies",), ("get", "create", "patch", "delete")),
     Rule("", ("pods",), ("get", "list", "watch", "delete")),
     Rule("", ("events",), ("create",)),
+    # What MemoryAdvisors look at; nothing of it is written.
+    Rule(names.GROUP, (names.ADVISOR_PLURAL,), ("get", "list", "watch")),
+    Rule(names.GROUP, (f"{names.ADVISOR_PLURAL}/status",), ("patch",)),
+    Rule("apps", ("deployments",), ("get",)),
+    Rule("leaderworkerset.x-k8s.io", ("leaderworkersets",), ("get",)),
     Rule(
         "apiextensions.k8s.io",
         ("customresourcedefinitions",),
@@ -92,6 +97,7 @@ USER_RULES = (
     USER_READS,
     Rule(names.GROUP, (names.PLURAL,), ("create", "patch", "delete")),
     Rule(names.GROUP, (names.PROFILE_PLURAL,), ("get",)),
+    Rule(names.GROUP, (names.ADVISOR_PLURAL,), ("get", "list")),
 )
 
 

@@ -13,7 +13,7 @@ from plimsoll_operator import names
 from plimsoll_operator.cli import words
 from plimsoll_operator.cli.errors import CommandError
 from plimsoll_operator.cli.view import View
-from plimsoll_operator.spec import Deployment, TuningMode
+from plimsoll_operator.spec import Deployment, RuntimeName, TuningMode
 from plimsoll_operator.tuning.values import LANE, Limits, Parameter
 
 Json = dict[str, Any]
@@ -59,6 +59,9 @@ def build_pin(view: View) -> Json:
 
 def _arguments(deployment: Deployment, limits: Limits) -> list[str] | None:
     """The user's own with a flag for each limit that the spec has no word for; None: as they are."""
+    if deployment.runtime is RuntimeName.VLLM:
+        # The lane is the gate's, and vLLM knows no flag for it: with mode Off it ends.
+        return None
     own = deployment.engine.extra_args
     pinned = []
     for parameter in LANE:

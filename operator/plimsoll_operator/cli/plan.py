@@ -18,7 +18,8 @@ from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.observed import Credentials, Observed, StatefulSet
 from plimsoll_operator.plan import Step, next_step
-from plimsoll_operator.spec import Deployment
+from plimsoll_operator.runtimes import vllm_flags
+from plimsoll_operator.spec import Deployment, RuntimeName
 from plimsoll_operator.tuning.settings import tuning_settings
 
 Json = dict[str, Any]
@@ -126,6 +127,7 @@ def render(plan: Plan) -> str:
     replicas = "1 replica" if deployment.replicas == 1 else f"{deployment.replicas} replicas"
     lines = [
         f"LLMDeployment {name}: {replicas} {each}, {deployment.model.uri}",
+        *_runtime_lines(deployment),
         "",
         "Children",
     ]
@@ -140,6 +142,22 @@ def render(plan: Plan) -> str:
         lines.append(f"  {situation.what:<{wide}}  {_step(situation.step)}")
     lines += ["", *_budget_lines(plan)]
     return "\n".join(lines)
+
+
+def _runtime_lines(deployment: Deployment) -> list[str]:
+    """What is not as with this project's engine."""
+    if deployment.runtime is not RuntimeName.VLLM:
+        return []
+    version = vllm_flags.read_version(deployment.image, deployment.runtime_version)
+    known = (
+        "of unknown version (spec.runtime.version would tell it)"
+        if version is None
+        else "{}.{}.{}".format(*version)
+    )
+    return [
+        f"vLLM {known} behind the gate: length, sequences and the long lane move while it serves;",
+        "utilisation and batch are read at its start and stay what the spec says",
+    ]
 
 
 def _step(step: Step) -> str:
@@ -200,7 +218,7 @@ def _budget_lines(plan: Plan) -> Iterable[str]:
         f"  KV cache per token {token}, per block {block}: {heads}",
         f"  length {asked} {words.number(budget.length)}, largest that fits {budget.longest} "
         + f"({positions})",
-        "  the engine measures activations and runtime at its start, and plans with that",
+        f"  {_measured(plan.deployment)}",
         "",
         f"Verdict: {sized.verdict.text}",
     ]
@@ -208,6 +226,12 @@ def _budget_lines(plan: Plan) -> Iterable[str]:
         ways = "; or ".join(f"{way.text} ({way.field})" for way in sized.verdict.ways)
         lines.append(f"Nearest settings that work: {ways}")
     return lines
+
+
+def _measured(deployment: Deployment) -> str:
+    if deployment.runtime is RuntimeName.VLLM:
+        return "vLLM measures activations at its start; the blocks are this project's arithmetic"
+    return "the engine measures activations and runtime at its start, and plans with that"
 
 
 def to_json(plan: Plan) -> Json:

@@ -17,7 +17,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
 from plimsoll_operator.cli.errors import CommandError, UsageError
-from plimsoll_operator.resources import LLM_DEPLOYMENT, Resource
+from plimsoll_operator.resources import LLM_DEPLOYMENT, MEMORY_ADVISOR, Resource
 
 Json = dict[str, Any]
 
@@ -72,13 +72,24 @@ class Server:
 
     def deployment(self, name: str) -> Json:
         """Raises CommandError that names those which exist."""
+        return self._named(LLM_DEPLOYMENT, name)
+
+    def advisors(self) -> list[Json]:
+        """Every MemoryAdvisor of the namespace, or of all."""
+        return self.find(MEMORY_ADVISOR)
+
+    def advisor(self, name: str) -> Json:
+        """Raises CommandError that names those which exist."""
+        return self._named(MEMORY_ADVISOR, name)
+
+    def _named(self, resource: Resource, name: str) -> Json:
         try:
-            return self.get(self.path(LLM_DEPLOYMENT, name))
+            return self.get(self.path(resource, name))
         except NotFound:
-            found = [each["metadata"]["name"] for each in self.deployments()]
+            found = [each["metadata"]["name"] for each in self.find(resource)]
             there = f"there are {', '.join(sorted(found))}" if found else "there is none"
             raise CommandError(
-                f"namespace {self.namespace} has no LLMDeployment {name}: {there}"
+                f"namespace {self.namespace} has no {resource.kind} {name}: {there}"
             ) from None
 
     def path(self, resource: Resource, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from plimsoll_operator import names, runtimes
 from plimsoll_operator.runtimes.program import SCRATCH_DIR, TMP_DIR, Program
-from plimsoll_operator.spec import Deployment, ModelSource
+from plimsoll_operator.spec import Deployment, ModelSource, RuntimeName
 
 # Endpoints need this long to forget a stopping pod; until then it still serves.
 PRESTOP_SECONDS = 5
@@ -134,7 +134,8 @@ def _volumes(deployment: Deployment) -> list[tuple[Json, Json]]:
                 {"mountPath": names.MODEL_DIR, "readOnly": True},
             )
         )
-    if deployment.tensor_parallel_size > 1:
-        # Ranks exchange tensors through shared memory; a container's default is 64 MiB.
+    if deployment.tensor_parallel_size > 1 or deployment.runtime is RuntimeName.VLLM:
+        # Ranks exchange tensors through shared memory, and vLLM's processes their requests (160 MiB
+        # for one worker in 0.32); a container's default is 64 MiB.
         pairs.append(({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"}))
     return [(volume, {"name": volume["name"], **mount}) for volume, mount in pairs]

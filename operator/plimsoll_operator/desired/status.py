@@ -8,7 +8,7 @@ shapes look into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -35,7 +35,11 @@ LONGEST_MESSAGE = 1024
 BLOCKED_KEPT = 10
 
 # Parts that only follow the traffic: alone they are no reason for a write at once.
-_VOLATILE_TUNING = ("target", "lowerBound", "upperBound", "uncappedTarget", "reason")
+_VOLATILE = ("load", "replicasDetail", "traffic")
+_VOLATILE_WITHIN = {
+    "tuning": ("target", "lowerBound", "upperBound", "uncappedTarget", "reason"),
+    "recommendation": ("saves",),
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def build_status(report: Report) -> Json:
             ),
             "effective": _effective(report),
             "replicasDetail": _replicas_detail(report),
-            "failures": {"last": _last_failure(report)},
+            "failures": {"last": last_failure(previous, report.failures)},
             "revision": _revision(report),
             "load": _load(report),
             **report.recorded,
@@ -182,7 +186,7 @@ def _undated(status: Json) -> Json:
 
 def _steady(status: Json) -> Json:
     """The status without what only follows the traffic."""
-    steady = {key: value for key, value in status.items() if key not in ("load", "replicasDetail")}
+    steady = {key: value for key, value in status.items() if key not in _VOLATILE}
     conditions = status.get("conditions")
     steady["conditions"] = [
         {key: value for key, value in condition.items() if key != "message"}
@@ -190,9 +194,9 @@ def _steady(status: Json) -> Json:
         else condition
         for condition in (conditions if isinstance(conditions, list) else ())
     ]
-    steady["tuning"] = {
-        key: value for key, value in _part(status, "tuning").items() if key not in _VOLATILE_TUNING
-    }
+    for name, volatile in _VOLATILE_WITHIN.items():
+        part = _part(status, name)
+        steady[name] = {key: value for key, value in part.items() if key not in volatile}
     return steady
 
 
@@ -258,9 +262,10 @@ def _replicas_detail(report: Report) -> list[Json]:
     ]
 
 
-def _last_failure(report: Report) -> Json | None:
-    previous: Json | None = report.view.observed.status.get("failures", {}).get("last")
-    dated = [failure for failure in report.failures if failure.at is not None]
+def last_failure(status: Json, failures: Iterable[Failure]) -> Json | None:
+    """The latest of what ``status`` has, as it was last written, and of ``failures``."""
+    previous: Json | None = status.get("failures", {}).get("last")
+    dated = [failure for failure in failures if failure.at is not None]
     if not dated:
         return previous
     latest = max(dated, key=lambda failure: (failure.at or 0.0, failure.pod))

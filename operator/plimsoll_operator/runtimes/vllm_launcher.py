@@ -14,7 +14,8 @@ import threading
 
 # How Python and argparse name an error, whatever stands before it in the line.
 ERROR = re.compile(
-    rb"[\w.]+(?:Error|Exception)(?:: .*)?\s*$|(?:Value error, |vllm[\w ]*: error: |NVRM: Xid|NCCL).*"
+    rb"(?<![`\w.])[\w.]+(?:Error|Exception)(?:: .*)?\s*$"
+    rb"|(?:Value error, |vllm[\w ]*: error: |NVRM: Xid|NCCL).*"
 )
 MOST, LINE = 12, 300
 

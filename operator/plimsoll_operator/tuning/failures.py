@@ -14,7 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from plimsoll_operator.observed import Container, Pod, Termination
-from plimsoll_operator.tuning.last_words import read_estimated_length, read_last_words
+from plimsoll_operator.tuning.last_words import (
+    read_estimated_length,
+    read_last_line,
+    read_last_words,
+)
 from plimsoll_operator.tuning.values import Failure, FailureClass
 
 MAX_MESSAGE = 256
@@ -179,8 +183,8 @@ def _describe(
     words = read_last_words(end.message)
     if words is not None:
         return f"{what}: {words.line}"
-    lines = end.message.strip().splitlines()
-    return f"{what}: {lines[-1]}" if lines else what
+    line = read_last_line(end.message)
+    return f"{what}: {line}" if line else what
 
 
 def limit_at_death(failure: Failure) -> str | None:

@@ -34,6 +34,7 @@ _ROWS: tuple[tuple[str, FailureClass, str], ...] = (
     (r"validation errors? for \w*(Config|Args)\b", FailureClass.INVALID_CONFIGURATION, "0.10 on"),
     (r"only supported on GPUs with compute capability",
      FailureClass.INVALID_CONFIGURATION, "all"),
+    (r"Insufficient space in /dev/shm", FailureClass.INVALID_CONFIGURATION, "0.32"),
     # The model: model_loader/, transformers and huggingface_hub.
     (r"Failed to load model - not enough GPU memory", FailureClass.MODEL_TOO_LARGE, "0.9 on"),
     (r"Cannot find any model weights with", FailureClass.MODEL_LOAD_FAILED, "all"),
@@ -74,6 +75,10 @@ _PREFIX = re.compile(
 )
 
 
+# What vLLM's processes say when another of them has ended: never the cause.
+_ECHO = re.compile(r"See (root cause |stack trace \()above|EngineDeadError")
+
+
 @dataclass(frozen=True)
 class LastWords:
     """``line`` is the one with the fragment, without what the log puts before it."""
@@ -90,6 +95,13 @@ def read_last_words(message: str) -> LastWords | None:
             failure_class = FailureClass.CUDA_OOM_AT_START
         return LastWords(failure_class, _line_at(message, found.start()))
     return None
+
+
+def read_last_line(message: str) -> str:
+    """The last line that is no echo of another process's end; empty where nothing was said."""
+    lines = message.strip().splitlines()
+    telling = [line for line in lines if not _ECHO.search(line)]
+    return _line_at((telling or lines or [""])[-1], 0)
 
 
 def read_estimated_length(message: str) -> int | None:
