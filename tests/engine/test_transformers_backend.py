@@ -85,6 +85,7 @@ REFUSED = {
     "rwkv": "state beside keys and values",
     "bloom": "no support for transformers' attention interface",
     "stablelm": "no support for transformers' attention interface",
+    "deepseek_v3": "queries (1, 128, 3, 192), keys (1, 128, 3, 192) and values (1, 128, 3, 128)",
     "llama4_text": "layers of the type chunked_attention",
     "bert": "attention to later tokens",
     "gpt_oss": "s_aux in its attention",

@@ -110,7 +110,9 @@ def load_hf_config(source: ModelSource) -> Any:
     _check_counts(read_json(source, "config.json"))
     try:
         return AutoConfig.from_pretrained(
-            source.folder, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
+            source.folder,
+            trust_remote_code=False,
+            **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
         )
     # transformers raises whatever its parsers raise (KeyError, ValueError, OSError, TypeError...).
     except Exception as error:

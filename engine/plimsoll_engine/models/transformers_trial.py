@@ -142,8 +142,8 @@ def _run(hf_config: Any) -> tuple[SplitModel, list[AttentionCall], int]:
 
     def record(call: AttentionCall) -> torch.Tensor:
         calls.append(call)
-        heads, tokens, size = call.query.shape[1:]
-        return call.query.new_empty((1, tokens, heads, size))
+        heads, tokens = call.query.shape[1:3]
+        return call.query.new_empty((1, tokens, heads, call.value.shape[-1]))
 
     try:
         with torch.device("meta"), torch.inference_mode():
