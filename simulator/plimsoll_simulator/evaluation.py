@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plimsoll_simulator.hardware import LLAMA_3_1_8B, SHAPES
+from plimsoll_simulator.hardware import LLAMA_3_1_8B, SHAPES, Model
 from plimsoll_simulator.memory_model import DeviceMemory, draw_surprises
 from plimsoll_simulator.metrics import summarize
 from plimsoll_simulator.policies import build_policy, startable
@@ -25,6 +25,7 @@ from plimsoll_simulator.records import RunRecord
 from plimsoll_simulator.replica import Replica
 from plimsoll_simulator.simulation import Fleet
 from plimsoll_simulator.step_time import seconds_per_prompt_token, step_time_of
+from plimsoll_simulator.timeline import draw_timeline
 from plimsoll_simulator.traces import Trace, read_trace
 from plimsoll_simulator.workload import Workload, build_workload
 
@@ -41,7 +42,16 @@ _CODE = {
     "plimsoll_operator": ("tuning/*.py",),
 }
 # What only shows results.
-_DISPLAY = {"__main__.py", "app.py", "comparison.py", "gates.py", "results.py"}
+_DISPLAY = {
+    "__main__.py",
+    "app.py",
+    "comparison.py",
+    "gates.py",
+    "oracle.py",
+    "plots.py",
+    "report.py",
+    "results.py",
+}
 
 
 @dataclass(frozen=True)
@@ -59,22 +69,24 @@ class Cell:
     factor: float
     policy: str
     seed: int
+    model: Model = LLAMA_3_1_8B
 
 
 @dataclass(frozen=True)
 class Result:
     """``starts``: False where the policy's own length does not fit, and the longest that does was
-    taken in its place."""
+    taken in its place. ``summary`` and ``timeline`` as JSON has them."""
 
     cell: Cell
     starts: bool
     setting: str
     summary: dict[str, Any]
+    timeline: dict[str, Any]
 
 
 def run(cell: Cell) -> tuple[RunRecord, bool, str]:
     """The record, whether the policy starts as it is, and its setting in words."""
-    hardware, model = SHAPES[cell.hardware], LLAMA_3_1_8B
+    hardware, model = SHAPES[cell.hardware], cell.model
     policy = build_policy(cell.policy, hardware, model, seed=cell.seed, factor=cell.factor)
     policy, starts = startable(policy, hardware, model)
     workload = workload_of(cell)
@@ -107,7 +119,7 @@ def _memory(cell: Cell, number: int, workload: Workload) -> DeviceMemory:
     name = f"{cell.seed} replica-{number}"
     return DeviceMemory(
         SHAPES[cell.hardware],
-        LLAMA_3_1_8B,
+        cell.model,
         seed=name,
         factor=cell.factor,
         surprises=draw_surprises(name, workload.span),
@@ -158,24 +170,29 @@ def default_cache_dir() -> Path:
 
 def _run_and_keep(cell: Cell, cache_dir: Path) -> Result:
     record, starts, setting = run(cell)
-    per_token = seconds_per_prompt_token(step_time_of(SHAPES[cell.hardware], LLAMA_3_1_8B))
-    result = Result(cell, starts, setting, asdict(summarize(record, per_token)))
+    per_token = seconds_per_prompt_token(step_time_of(SHAPES[cell.hardware], cell.model))
+    summary, timeline = summarize(record, per_token), draw_timeline(record)
+    kept = {
+        "starts": starts,
+        "setting": setting,
+        "summary": asdict(summary),
+        "timeline": asdict(timeline),
+    }
     path = _path(cache_dir, cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(
-        json.dumps({"starts": starts, "setting": setting, "summary": result.summary}),
-        encoding="utf-8",
-    )
+    partial.write_text(json.dumps(kept), encoding="utf-8")
     partial.replace(path)
-    return result
+    found = _load(path, cell)
+    assert found is not None
+    return found
 
 
 def _load(path: Path, cell: Cell) -> Result | None:
     """A file that cannot be read is made again."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return Result(cell, kept["starts"], kept["setting"], kept["summary"])
+        return Result(cell, kept["starts"], kept["setting"], kept["summary"], kept["timeline"])
     except (OSError, ValueError, KeyError):
         return None
 

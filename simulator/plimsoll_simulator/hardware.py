@@ -2,12 +2,15 @@
 
 The sums are vLLM's: the cache gets ``utilization`` of the device less weights and what was reserved
 at start. Measured: the RTX 4090's total and reserve (vLLM 0.19.0 with 0.9 and 2588 blocks of 16).
-Assumed: 1.5 GiB of reserve on the larger cards.
+Assumed: 1.5 GiB of reserve on all others, and that a card reaches 90 % of its data sheet's bandwidth
+and 70 % of its dense 16-bit operations (the A100's 1.4 of 1.56 TB/s and 220 of 312 TFLOP/s).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from plimsoll_operator.budget.devices import DEVICES
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -27,14 +30,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Hardware:
-    """``reserved_bytes``: context, graphs and the activations that a start profiles, together."""
+    """``reserved_bytes``: context, graphs and the activations that a start profiles, together;
+    ``bandwidth`` bytes a second of its memory, ``flops`` operations a second, as reached."""
 
     name: str
     total_bytes: int
     reserved_bytes: int
-    # Bytes per second of memory and floating-point operations per second; None: measured tables.
-    bandwidth: float | None = None
-    flops: float | None = None
+    bandwidth: float
+    flops: float
 
 
 LLAMA_3_1_8B = Model(
@@ -52,6 +55,8 @@ RTX_4090 = Hardware(
     total_bytes=25_250_627_584,
     # 0.9 of the total, less weights and 2588 blocks.
     reserved_bytes=int(0.9 * 25_250_627_584) - 16_060_000_000 - 2588 * 16 * 128 * 1024,
+    bandwidth=0.9 * 1.008e12,
+    flops=0.7 * 1.652e14,
 )
 # 1.4 TB/s and 220 TFLOP/s: what an A100 reaches of its 1.56 TB/s and 312 TFLOP/s (assumed).
 A100_40 = Hardware(
@@ -69,7 +74,47 @@ A100_80 = Hardware(
     bandwidth=1.4e12,
     flops=2.2e14,
 )
-SHAPES = {shape.name: shape for shape in (RTX_4090, A100_40, A100_80)}
+
+
+def _by_data_sheet(name: str, total: str, terabytes: float, teraflops: float) -> Hardware:
+    return Hardware(
+        name, DEVICES[total], 3 * GIB // 2, 0.9 * terabytes * 1e12, 0.7 * teraflops * 1e12
+    )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        RTX_4090,
+        A100_40,
+        A100_80,
+        _by_data_sheet("a10-24gb", "A10-24G", 0.600, 125),
+        _by_data_sheet("l40s-48gb", "L40S-48G", 0.864, 362),
+        _by_data_sheet("h100-80gb", "H100-80G", 3.35, 989),
+        _by_data_sheet("h100-94gb", "H100-94G", 3.9, 835),
+        _by_data_sheet("h200-141gb", "H200-141G", 4.8, 989),
+    )
+}
+
+
+class UnknownHardware(ValueError):
+    """No such device, or more than one."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """``l40s-48gb``, ``L40S-48G`` or, where there is one size alone, ``L40S``. Raises
+    UnknownHardware."""
+    wanted = name.lower()
+    found = [
+        shape
+        for key, shape in SHAPES.items()
+        if wanted in (key, key.removesuffix("b"), key.partition("-")[0])
+    ]
+    if len(found) != 1:
+        allowed = ", ".join(shape.name for shape in found or SHAPES.values())
+        raise UnknownHardware(f"--gpu is {name!r}; expected one of {allowed}")
+    return found[0]
+
 
 BLOCK_SIZE = 16
 

@@ -1,7 +1,8 @@
 """The policies that are compared: what an engine starts with, and what moves its limits.
 
 In: a name, hardware and a model. Out: a :class:`Policy`. The baselines S1 to S9 are today's ways to
-run vLLM, with one pinned setting each but for S7, which looks for it, and S9, which restarts.
+run vLLM, with one pinned setting each but for S7, which looks for it, and S9, which restarts. Any other
+pinned setting has its values as its name (:class:`Pinned`): those that the oracle looks through.
 """
 
 from __future__ import annotations
@@ -36,6 +37,52 @@ class Policy:
     settings: EngineSettings
     # Of one run: policies have a memory.
     controller: Callable[[], Controller] = NoController
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """One setting of the oracle's grid; ``length`` None: native; ``lane`` None: none, else the share
+    that prompts above 8k may hold."""
+
+    utilization: float
+    length: int | None
+    watermark: float
+    lane: float | None
+
+    @property
+    def name(self) -> str:
+        length = "native" if self.length is None else self.length
+        lane = "off" if self.lane is None else f"{self.lane:.2f}"
+        return f"pinned/{self.utilization:.2f}/{length}/{self.watermark:.2f}/{lane}"
+
+    @property
+    def description(self) -> str:
+        length = "native length" if self.length is None else f"length {self.length}"
+        lane = "" if self.lane is None else f", prompts above 8k hold {self.lane:.0%} at most"
+        return f"{self.utilization:.2f}, {length}, watermark {self.watermark:.2f}{lane}"
+
+    @property
+    def settings(self) -> EngineSettings:
+        """A native length that does not fit becomes the longest that does."""
+        return EngineSettings(
+            self.utilization,
+            max_model_len=self.length,
+            fits_length=self.length is None,
+            watermark=self.watermark,
+            long_prompt_tokens=None if self.lane is None else LONG_LANE,
+            long_prompt_share=1.0 if self.lane is None else self.lane,
+        )
+
+    @staticmethod
+    def parse(name: str) -> Pinned:
+        """The reverse of ``name``."""
+        _, utilization, length, watermark, lane = name.split("/")
+        return Pinned(
+            float(utilization),
+            None if length == "native" else int(length),
+            float(watermark),
+            None if lane == "off" else float(lane),
+        )
 
 
 _NATIVE = {
@@ -85,6 +132,9 @@ def build_policy(
             start,
             lambda: Tuner(tuning_settings(start, TUNED_FLOOR)),
         )
+    if name.startswith("pinned/"):
+        pinned = Pinned.parse(name)
+        return Policy(name, pinned.description, pinned.settings)
     expected = ", ".join((*BASELINES, PLIMSOLL))
     raise PolicyError(f"policy {name!r} is not known; expected one of {expected}")
 

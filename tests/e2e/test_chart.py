@@ -163,10 +163,11 @@ class TestMonitoring:
     ) -> None:
         assert [body["kind"] for body in self.monitoring(helm.render(*arguments))] == kinds
 
+    @pytest.mark.parametrize("runtime", ["Plimsoll", "VLLM"])
     @pytest.mark.parametrize("release", ["blue", "plimsoll"])
     @pytest.mark.parametrize("override", [("--set", "fullnameOverride=llm"), ()])
     def test_b21_the_monitor_selects_the_pods_that_the_operator_builds(
-        self, helm: Helm, release: str, override: tuple[str, ...]
+        self, helm: Helm, release: str, override: tuple[str, ...], runtime: str
     ) -> None:
         bodies = helm.render(
             *override,
@@ -179,7 +180,7 @@ class TestMonitoring:
         for body in self.monitoring(bodies):
             assert body["metadata"]["labels"]["release"] == "prom-stack"
         monitor = self.engines(bodies)
-        template = build_pod_template(deployment(), "plimsoll/engine:0.1.0")
+        template = build_pod_template(deployment(runtime), "plimsoll/engine:0.1.0")
         labels = template["metadata"]["labels"]
         assert monitor["spec"]["namespaceSelector"] == {"any": True}
         assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -271,11 +272,11 @@ class TestMonitoring:
             assert shown == json.loads((CHART / "files" / "dashboard.json").read_text())
 
 
-def deployment() -> Deployment:
+def deployment(runtime: str) -> Deployment:
     return Deployment.parse(
         {
             "metadata": {"name": "m", "namespace": "n", "uid": "u", "generation": 1},
-            "spec": {"model": {"uri": "hf://org/tiny"}},
+            "spec": {"model": {"uri": "hf://org/tiny"}, "runtime": {"name": runtime}},
         }
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,9 @@ import pytest
 import yaml
 
 from plimsoll_local import models
-from plimsoll_local.binaries import cache_home
+from plimsoll_local.binaries import cache_home, ensure_binaries
 from support.local_cluster import LocalCluster
-from support.serving import Serving, install_operator
+from support.serving import OPERATOR_NAMESPACE, Serving, install_operator
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -36,6 +38,18 @@ def serving(local_cluster: LocalCluster) -> Iterator[Serving]:
     serving.apply(*models.build_volume(prepared.home, namespace))
     yield serving
     serving.kubectl("delete", "llmd", "--all")
+
+
+def test_helm_test_finds_the_operator(local_cluster: LocalCluster, serving: Serving) -> None:
+    done = subprocess.run(
+        [ensure_binaries().helm, "test", "plimsoll", "-n", OPERATOR_NAMESPACE, "--timeout", "90s"],
+        env={**os.environ, "KUBECONFIG": str(local_cluster.cluster.kubeconfig_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Succeeded" in done.stdout
 
 
 @pytest.mark.parametrize("manifest", ["llmdeployment", "llmdeployment-tensor-parallel"])

@@ -346,6 +346,33 @@ def doctor(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[str, typer.Option(help="CSV with t_s,input_tokens,output_tokens; .gz too.")],
+    gpu: Annotated[str, typer.Option(help="The accelerator, such as L40S or A100-80G.")],
+    model: Annotated[str, typer.Option(help="A hub name org/name, a config.json, or its folder.")],
+    out: Annotated[str, typer.Option(help="The report to write.")] = "plimsoll-report.html",
+    replicas: Annotated[int, typer.Option(min=1, help="How many share the traffic.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of what is left to chance.")] = 3,
+    inject: Annotated[str, typer.Option(help="A burst on top: B1 to B9 (docs/evaluation.md).")] = (
+        "B0"
+    ),
+) -> None:
+    """What Plimsoll would do with your traffic, and what it would save: some lines and a picture.
+
+    Needs no cluster and no GPU: the real scheduler and tuner run in virtual time on a simulated one.
+    """
+    from plimsoll_operator.cli.manifests import read_model_config
+    from plimsoll_operator.cli.simulate import require_simulator, run_report
+
+    require_simulator()
+    config = read_model_config(model, None, "--model")
+    options = ["--trace", trace, "--gpu", gpu, "--out", out, "--inject", inject]
+    options += ["--replicas", str(replicas), "--seeds", str(seeds)]
+    if status := run_report(config, model, options):
+        raise typer.Exit(status)
+
+
+@app.command()
 def version() -> None:
     """Print the version of this command."""
     print(__version__)

@@ -77,25 +77,26 @@ def local_model(deployment: Deployment) -> str | None:
     return str(folder) if (folder / "config.json").is_file() else None
 
 
-def read_model_config(where: str, revision: str | None) -> object:
-    """``where`` is a config.json, a folder with one, or a name of the Hugging Face hub."""
+def read_model_config(where: str, revision: str | None, option: str = "--model-config") -> object:
+    """``where`` is a config.json, a folder with one, or a name of the Hugging Face hub, as ``option``
+    gave it."""
     path = Path(where).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         if not _HUB_NAME.fullmatch(where) or where.endswith(".json"):
             raise UsageError(
-                f"--model-config {where}: no such file; allowed: a config.json, a folder with one, "
+                f"{option} {where}: no such file; allowed: a config.json, a folder with one, "
                 "or a hub name org/name"
             )
-        path = _download(where, revision)
+        path = _download(where, revision, option)
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {_reason(error)}") from error
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, option: str) -> Path:
     """config.json alone, by the hub's own client: its cache, HF_TOKEN and HF_ENDPOINT hold."""
     # Only here: no other command needs it, and it takes its time.
     import httpx2
@@ -121,9 +122,9 @@ def _download(name: str, revision: str | None) -> Path:
     except (httpx2.HTTPError, OSError, ValueError) as error:
         cause = error if isinstance(error, refusals) else error.__cause__
         if isinstance(cause, refusals):
-            raise UsageError(f"--model-config {name}{at}: {_reason(error)}") from error
+            raise UsageError(f"{option} {name}{at}: {_reason(error)}") from error
         raise CommandError(
-            f"--model-config {name}{at}: the hub cannot be reached: {_reason(error)}"
+            f"{option} {name}{at}: the hub cannot be reached: {_reason(error)}"
         ) from error
 
 
