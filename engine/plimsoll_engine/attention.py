@@ -13,6 +13,7 @@ import torch
 
 from plimsoll_engine.attention_batch import AttentionBatch
 from plimsoll_engine.kv_cache import KVCache
+from plimsoll_engine.models.config import LayerAttention
 from plimsoll_engine.models.decoder import Attention
 from plimsoll_engine.reference import kv_write as kv_write_reference
 from plimsoll_engine.reference import paged_attention as paged_attention_reference
@@ -24,27 +25,27 @@ class TorchAttention:
         cache: KVCache,
         batch: AttentionBatch,
         slots: torch.Tensor,
-        scale: float,
-        sliding_windows: Sequence[int | None],
+        layers: Sequence[LayerAttention],
     ) -> None:
         """``slots`` int64 [tokens]: block id x block size + place in the block."""
         layout = cache.layout
         self._layout = layout
         self._rows = cache.rows
-        self._scale = scale
+        self._layers = layers
         self._token_rows = kv_write_reference.token_rows(layout, slots)
         plans = {
             window: paged_attention_reference.plan_gather(batch, layout, layout.dtype, window)
-            for window in set(sliding_windows)
+            for window in {own.sliding_window for own in layers}
         }
-        self._plans = [plans[window] for window in sliding_windows]
+        self._plans = [plans[own.sliding_window] for own in layers]
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         kv_write_reference.store(key, value, self._rows, self._layout, layer, self._token_rows)
+        own = self._layers[layer]
         return paged_attention_reference.attend(
-            query, self._rows, self._layout, layer, self._plans[layer], self._scale
+            query, self._rows, self._layout, layer, self._plans[layer], own.scale, own.soft_cap
         )
 
 
@@ -54,14 +55,12 @@ class TritonAttention:
         cache: KVCache,
         batch: AttentionBatch,
         slots: torch.Tensor,
-        scale: float,
-        sliding_windows: Sequence[int | None],
+        layers: Sequence[LayerAttention],
     ) -> None:
         self._cache = cache
         self._batch = batch
         self._slots = slots
-        self._scale = scale
-        self._sliding_windows = sliding_windows
+        self._layers = layers
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -71,8 +70,15 @@ class TritonAttention:
         from plimsoll_engine.ops.paged_attention import paged_attention
 
         kv_write(key, value, self._cache, layer, self._slots)
+        own = self._layers[layer]
         return paged_attention(
-            query, self._cache, layer, self._batch, self._scale, self._sliding_windows[layer]
+            query,
+            self._cache,
+            layer,
+            self._batch,
+            own.scale,
+            own.sliding_window,
+            own.soft_cap,
         )
 
 
@@ -80,10 +86,7 @@ def build_attention(
     cache: KVCache,
     batch: AttentionBatch,
     slots: torch.Tensor,
-    scale: float,
-    sliding_windows: Sequence[int | None],
+    layers: Sequence[LayerAttention],
 ) -> Attention:
-    """``sliding_windows`` has an entry for every layer: how many positions a token sees, or None
-    for all."""
     kind = TorchAttention if slots.device.type == "cpu" else TritonAttention
-    return kind(cache, batch, slots, scale, sliding_windows)
+    return kind(cache, batch, slots, layers)

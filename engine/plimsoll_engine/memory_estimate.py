@@ -11,10 +11,7 @@ import math
 import torch
 
 from plimsoll_engine.config import EngineConfig
-from plimsoll_engine.models.config import ModelConfig
-from plimsoll_engine.models.decoder import Decoder
-from plimsoll_engine.parallel.group import LoneRank
-from plimsoll_engine.parallel.shard import allowed_sizes
+from plimsoll_engine.models.backends import ServedModel, allowed_parallel_sizes, weight_bytes
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 _MIB = 1 << 20
@@ -24,14 +21,9 @@ _RUNTIME_GROWTH = 128 * _MIB
 _DEFAULT_LENGTH = 2048
 
 
-def weight_bytes(model: ModelConfig, dtype: torch.dtype, rank: int, size: int) -> int:
-    shard = model.shard(rank, size)
-    return Decoder(model, shard, LoneRank(), dtype, torch.device("meta")).num_bytes()
-
-
 def check_weights_fit(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ServedModel,
     dtype: torch.dtype,
     device_kind: str,
     size: int,
@@ -74,7 +66,7 @@ def check_weights_fit(
 
 def suggested_memory(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ServedModel,
     dtype: torch.dtype,
     size: int,
     *,
@@ -99,8 +91,8 @@ def suggested_memory(
     return math.ceil(needed / config.gpu_memory_utilization / unit) * unit
 
 
-def _fitting_size(model: ModelConfig, dtype: torch.dtype, free: int, *, above: int) -> int | None:
-    for size in allowed_sizes(model.num_heads, model.num_kv_heads):
+def _fitting_size(model: ServedModel, dtype: torch.dtype, free: int, *, above: int) -> int | None:
+    for size in allowed_parallel_sizes(model):
         # A fifth for activations, runtime and KV.
         if size > above and 1.2 * weight_bytes(model, dtype, 0, size) <= free:
             return size

@@ -29,12 +29,16 @@ from plimsoll_engine.executor import (
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
 from plimsoll_engine.memory import check_length
 from plimsoll_engine.memory_estimate import check_weights_fit
-from plimsoll_engine.models.config import DTYPES, ModelConfig, load_model_config
-from plimsoll_engine.models.decoder import Decoder
+from plimsoll_engine.models.backends import (
+    Backend,
+    ServedModel,
+    check_parallel_size,
+    load_backend,
+    load_served_model,
+)
+from plimsoll_engine.models.config import DTYPES, LayerAttention
 from plimsoll_engine.models.source import load_failure, resolve_model
-from plimsoll_engine.models.weights import load_weights, open_weights
 from plimsoll_engine.parallel.group import Group, LoneRank
-from plimsoll_engine.parallel.shard import check_size
 from plimsoll_engine.profile_step import build_profile_step
 from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
 from plimsoll_engine.step_inputs import WantedRow, build_step_inputs, wanted_rows
@@ -57,11 +61,17 @@ class ModelRunner:
         self._group = group or LoneRank()
         self._sampler = Sampler(config.seed)
         self._device: Device = open_device(device_kind, config, self._group.rank)
-        self._decoder: Decoder | None = None
+        self._model: ServedModel | None = None
+        self._decoder: Backend | None = None
         self._cache: KVCache | None = None
 
     @property
-    def decoder(self) -> Decoder:
+    def model(self) -> ServedModel:
+        assert self._model is not None, "load() comes first"
+        return self._model
+
+    @property
+    def decoder(self) -> Backend:
         assert self._decoder is not None, "load() comes first"
         return self._decoder
 
@@ -74,21 +84,14 @@ class ModelRunner:
     def load(self) -> ModelLimits:
         config, size = self._config, self._group.size
         source = resolve_model(config.model, config.revision)
-        model = load_model_config(source)
-        check_size(model.num_heads, model.num_kv_heads, size)
+        model = load_served_model(source)
+        check_parallel_size(model, size)
         check_length(model.max_model_len, config.max_model_len)
         dtype = self._dtype(model)
         use = self._device.use()
         check_weights_fit(config, model, dtype, self._kind, size, total=use.total, used=use.used)
         try:
-            decoder = Decoder(
-                model,
-                model.shard(self._group.rank, size),
-                self._group,
-                dtype,
-                self._device.torch_device,
-            )
-            load_weights(open_weights(source, model), decoder.destinations())
+            decoder = load_backend(source, model, self._group, dtype, self._device.torch_device)
             layout = plan_layout(
                 num_layers=model.num_layers,
                 num_kv_heads=decoder.num_kv_heads,
@@ -108,7 +111,7 @@ class ModelRunner:
                 f"the device ran out of memory while the weights were loaded: {error}",
                 {"device_total_bytes": use.total, "device_used_bytes": use.used},
             ) from error
-        self._decoder = decoder
+        self._model, self._decoder = model, decoder
         self._device.reclaim()
         return ModelLimits(
             vocab_size=model.vocab_size,
@@ -120,7 +123,7 @@ class ModelRunner:
             dtype=str(dtype).removeprefix("torch."),
         )
 
-    def _dtype(self, model: ModelConfig) -> torch.dtype:
+    def _dtype(self, model: ServedModel) -> torch.dtype:
         if self._config.dtype is not DType.AUTO:
             return DTYPES[self._config.dtype.value]
         return torch.float32 if self._kind == "cpu" else DTYPES[model.stored_dtype]
@@ -185,9 +188,9 @@ class ModelRunner:
             max_model_len=length,
             block_size=self._config.block_size,
             num_blocks=self.cache.num_blocks,
-            vocab_size=self.decoder.config.vocab_size,
+            vocab_size=self.model.vocab_size,
         )
-        self._run(batch, profiled_layers(self.decoder.config.sliding_windows))
+        self._run(batch, profiled_layers(self.model.attention))
 
     @torch.inference_mode()
     def resize_kv(self, num_blocks: int) -> int:
@@ -226,9 +229,9 @@ class ModelRunner:
 
     def _step(self, batch: StepBatch, num_layers: int | None) -> list[SampledToken]:
         inputs = build_step_inputs(batch, self._config.block_size, self._device.torch_device)
-        scale = self.decoder.config.head_size**-0.5
-        windows = self.decoder.config.sliding_windows
-        attention = build_attention(self.cache, inputs.attention, inputs.slots, scale, windows)
+        attention = build_attention(
+            self.cache, inputs.attention, inputs.slots, self.model.attention
+        )
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attention, num_layers)
         tokens: dict[str, int] = {}
         logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
@@ -249,7 +252,7 @@ class ModelRunner:
 
     def _passes(self, rows: Iterator[WantedRow]) -> Iterator[Sequence[WantedRow]]:
         """Rows in groups whose logits stay within LOGITS_BYTES."""
-        size = max(1, LOGITS_BYTES // (4 * self.decoder.config.vocab_size))
+        size = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
         while some := tuple(itertools.islice(rows, size)):
             yield some
 
@@ -315,9 +318,9 @@ class ModelRunner:
         self._device.reclaim()
 
 
-def profiled_layers(sliding_windows: Sequence[int | None]) -> int:
+def profiled_layers(layers: Sequence[LayerAttention]) -> int:
     """How many of the first layers to run so that one that sees the farthest is among them."""
-    reach = [math.inf if window is None else window for window in sliding_windows]
+    reach = [math.inf if own.sliding_window is None else own.sliding_window for own in layers]
     return max(MIN_PROFILED_LAYERS, reach.index(max(reach)) + 1)
 
 

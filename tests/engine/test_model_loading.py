@@ -92,8 +92,10 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
         "gate_proj.weight has shape (192, 128)",
     ),
     "another architecture": (
-        lambda folder: change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2",
+        lambda folder: change_config(
+            folder, model_type="mamba", architectures=["MambaForCausalLM"]
+        ),
+        "the model's type mamba has state beside keys and values; supported: ",
     ),
     "another head": (
         lambda folder: change_config(folder, architectures=["LlamaForSequenceClassification"]),
@@ -300,7 +302,7 @@ def test_hub_name_is_found_in_the_cache_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     source = resolve_model("org/tiny")
     assert source == ModelSource(repository / "snapshots" / commit, None, commit)
-    assert load("org/tiny").decoder.config.vocab_size == VOCAB_SIZE
+    assert load("org/tiny").model.vocab_size == VOCAB_SIZE
 
 
 def test_weights_in_several_files(model: Path, saved: Path) -> None:
@@ -343,7 +345,7 @@ def test_b18_ceiling_is_the_positions_however_much_memory_there_is(model: Path) 
 def test_b18_scaled_positions_are_accepted_and_finite_to_the_last(model: Path) -> None:
     change_config(model, max_position_embeddings=2048, rope_parameters=None, rope_scaling=YARN)
     runner = load(model, max_model_len=8192)
-    assert runner.decoder.config.max_model_len == 8192
+    assert runner.model.max_model_len == 8192
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
     [result] = generate(runner, [[7] * 8191], params, block_size=16)
     assert torch.tensor(result.samples[0].logprobs[0].logprob).isfinite()

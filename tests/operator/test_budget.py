@@ -12,7 +12,7 @@ import pytest
 from plimsoll_engine.executor import MemoryFigures
 from plimsoll_engine.kv_cache import plan_layout
 from plimsoll_engine.memory import build_plan
-from plimsoll_engine.memory_estimate import weight_bytes
+from plimsoll_engine.models.backends import weight_bytes
 from plimsoll_engine.models.config import DTYPES, ModelConfig, load_model_config
 from plimsoll_engine.models.source import ModelSource
 from plimsoll_engine.parallel.shard import allowed_sizes

@@ -238,7 +238,7 @@ def patched(text: str) -> str:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "gpt2"}, "model_type is gpt2; allowed: llama, mistral, qwen2, qwen3"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": None}, "hidden_size is missing"),
     ],
 )
@@ -250,6 +250,18 @@ def test_a_model_that_cannot_be_sized_is_bad_input(
     arguments = ("--model-config", str(path), "--gpu", "H100-80G")
     assert plan("-f", manifest(tmp_path), *arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_model_that_only_the_engine_can_measure_is_planned_without_a_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_3_70B, "model_type": "gpt2"}))
+    arguments = ("--model-config", str(path), "--gpu", "H100-80G")
+    assert plan("-f", manifest(tmp_path), *arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "model_type is gpt2; allowed: llama, mistral, qwen2, qwen3" in said
+    assert "The engine measures what others take at start" in said
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def run_decoder() -> dict[str, float]:
         layout = KVLayout(2, 2, 24, 16, torch.float32, blocks_per_segment=2)
         cache = CudaKVCache(layout, 2 * layout.segment_bytes, CPU)
         cache.resize(3)
-        attend = attention(cache, batch, slots, 24**-0.5, config.sliding_windows)
+        attend = attention(cache, batch, slots, config.attention)
         return decoder.forward(token_ids, positions, attend)
 
     mine, theirs = forward(triton_ops(), TritonAttention), forward(TORCH_OPS, TorchAttention)

@@ -48,6 +48,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
+class LayerAttention:
+    """How one layer weighs the keys of the tokens before."""
+
+    # Factor on the products of query and key.
+    scale: float
+    # Positions that a token sees, its own included; None: all.
+    sliding_window: int | None = None
+    # A scaled score s becomes soft_cap * tanh(s / soft_cap); None: it stays.
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     architecture: str
     # Rows of the output embedding.
@@ -75,6 +87,11 @@ class ModelConfig:
     # What the weights are stored in; float32 when the configuration does not say.
     stored_dtype: str
 
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        scale = self.head_size**-0.5
+        return tuple(LayerAttention(scale, window) for window in self.sliding_windows)
+
     def shard(self, rank: int, size: int) -> Shard:
         return divide(
             num_heads=self.num_heads,
@@ -86,14 +103,16 @@ class ModelConfig:
         )
 
 
-def load_model_config(source: ModelSource) -> ModelConfig:
-    """Raises EngineFailure ModelLoadFailed for a file that cannot be read or a model that is not
-    supported."""
+def load_hf_config(source: ModelSource) -> Any:
+    """transformers' own form of the configuration. Raises EngineFailure ModelLoadFailed for a file
+    that cannot be read."""
     # Before transformers, which divides by some of them.
     _check_counts(read_json(source, "config.json"))
     try:
-        hf_config = AutoConfig.from_pretrained(
-            source.folder, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
+        return AutoConfig.from_pretrained(
+            source.folder,
+            trust_remote_code=False,
+            **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
         )
     # transformers raises whatever its parsers raise (KeyError, ValueError, OSError, TypeError...).
     except Exception as error:
@@ -101,7 +120,12 @@ def load_model_config(source: ModelSource) -> ModelConfig:
             f"the model's configuration in {source.gguf_path or source.folder} cannot be read: "
             f"{_first_line(error)}"
         ) from error
-    return _convert(hf_config)
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """Raises EngineFailure ModelLoadFailed for a file that cannot be read or a model that is not
+    one of ARCHITECTURES as the decoder computes them."""
+    return convert_config(load_hf_config(source))
 
 
 def _first_line(error: Exception) -> str:
@@ -139,7 +163,7 @@ def _refuse(what: str, value: object, allowed: object) -> None:
     raise load_failure(f"the model's {what} {value} is not supported; supported: {allowed}")
 
 
-def _convert(hf_config: Any) -> ModelConfig:
+def convert_config(hf_config: Any) -> ModelConfig:
     model_type = hf_config.model_type
     supported = ", ".join(ARCHITECTURES.values())
     if model_type not in ARCHITECTURES:

@@ -30,6 +30,14 @@ class InvalidModel(ValueError):
         self.field = field
 
 
+class UnknownFamily(InvalidModel):
+    """The engine may serve it, in transformers' own code, and measure it then: nothing here says
+    how large its parts are."""
+
+    def __init__(self, model_type: object) -> None:
+        super().__init__("model_type", model_type, ", ".join(FAMILIES))
+
+
 @dataclass(frozen=True)
 class _Family:
     """What a model_type says without a field: transformers' defaults, and biases in its code."""
@@ -107,7 +115,7 @@ def read_model_shape(config: object) -> ModelShape:
 def _family(config: Json) -> _Family:
     model_type, named = config.get("model_type"), config.get("architectures")
     if model_type not in FAMILIES:
-        raise InvalidModel("model_type", model_type or "missing", ", ".join(FAMILIES))
+        raise UnknownFamily(model_type or "missing")
     known = [family.architecture for family in FAMILIES.values()]
     for name in named if isinstance(named, list) else ():
         if name not in known:

@@ -88,7 +88,7 @@ def plan(
     Needs no cluster. With -o yaml the children alone are printed. The rules over several fields are
     the API server's: kubectl apply --dry-run=server -f FILE.
     """
-    from plimsoll_operator.budget.model import InvalidModel, read_model_shape
+    from plimsoll_operator.budget.model import InvalidModel, UnknownFamily, read_model_shape
     from plimsoll_operator.cli import manifests
     from plimsoll_operator.cli import plan as planning
     from plimsoll_operator.cli.sizing import find_device, size_deployment
@@ -100,16 +100,21 @@ def plan(
             deployment = Deployment.parse(resource)
         except InvalidSpec as error:
             raise UsageError(f"{file}: {error}") from error
-        model, where = None, model_config or manifests.local_model(deployment)
+        model, unknown = None, None
+        where = model_config or manifests.local_model(deployment)
         if where is not None:
             try:
                 config = manifests.read_model_config(where, deployment.model.revision)
                 model = read_model_shape(config)
+            except UnknownFamily as error:
+                unknown = (
+                    f"unknown: {where}: {error}. The engine measures what others take at start"
+                )
             except InvalidModel as error:
                 raise UsageError(f"{where}: {error}") from error
         device = find_device(deployment, gpu_memory, gpu)
         sized, unsized, does_not_work = size_deployment(deployment, model, device)
-        plans.append(planning.build_plan(deployment, engine_image, sized, unsized))
+        plans.append(planning.build_plan(deployment, engine_image, sized, unknown or unsized))
         problem = problem or does_not_work
     if output is Output.YAML:
         children = [body for each in plans for body in each.children]
