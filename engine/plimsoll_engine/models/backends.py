@@ -14,19 +14,16 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from plimsoll_engine.models.config import (
     ARCHITECTURES,
     ModelConfig,
+    TransformersConfig,
     convert_config,
     load_hf_config,
 )
 from plimsoll_engine.models.decoder import Attention, Decoder
 from plimsoll_engine.models.source import ModelSource, load_failure
-from plimsoll_engine.models.transformers_attention import IMPLEMENTATION
-from plimsoll_engine.models.transformers_decoder import TransformersDecoder
-from plimsoll_engine.models.transformers_trial import TransformersConfig, try_model
 from plimsoll_engine.models.weights import load_weights, open_weights
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.parallel.shard import allowed_sizes, check_size
@@ -65,6 +62,9 @@ def load_served_model(source: ModelSource) -> ServedModel:
             f"the model's type {hf_config.model_type} is not supported as a GGUF file; supported: "
             f"{', '.join(ARCHITECTURES)}, or a folder of safetensors"
         )
+    # Imported here, as below: the start of other models would wait for transformers' models.
+    from plimsoll_engine.models.transformers_trial import try_model
+
     return try_model(hf_config)
 
 
@@ -85,7 +85,12 @@ def load_backend(
 
 def _load_by_transformers(
     source: ModelSource, model: TransformersConfig, dtype: torch.dtype, device: torch.device
-) -> TransformersDecoder:
+) -> Backend:
+    from transformers import AutoModelForCausalLM
+
+    from plimsoll_engine.models.transformers_attention import IMPLEMENTATION
+    from plimsoll_engine.models.transformers_decoder import TransformersDecoder
+
     factory: Any = AutoModelForCausalLM
     try:
         loaded, told = factory.from_pretrained(

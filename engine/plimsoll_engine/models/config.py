@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,6 +101,28 @@ class ModelConfig:
             rank=rank,
             size=size,
         )
+
+
+@dataclass(frozen=True)
+class TransformersConfig:
+    """Of a model that runs in transformers' own code; see ``transformers_trial``."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    # Of the widest feed-forward layer, as far as the configuration says.
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_parameters: int
+    # Longest sequence that the positions allow, without extension.
+    max_model_len: int
+    attention: tuple[LayerAttention, ...]
+    # What the weights are stored in; float32 when the configuration does not say.
+    stored_dtype: str
+    hf_config: Any = field(repr=False, compare=False)
 
 
 def load_hf_config(source: ModelSource) -> Any:

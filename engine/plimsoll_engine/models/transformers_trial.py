@@ -1,6 +1,6 @@
 """What a model of transformers asks of attention, found out by running it on sizes alone.
 
-In: a parsed configuration. Out: a frozen :class:`TransformersConfig`, or an EngineFailure that says
+In: a parsed configuration. Out: a :class:`TransformersConfig`, or an EngineFailure that says
 what the model needs and this engine has not. The model is built on torch's "meta" device, which has
 shapes and no values, and a few tokens go through it: every layer's heads, scale, window and cap are
 those that its own code hands to the attention interface. No weights are read.
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from plimsoll_engine.models.config import DTYPES, LayerAttention
+from plimsoll_engine.models.config import DTYPES, LayerAttention, TransformersConfig
 from plimsoll_engine.models.source import load_failure
 from plimsoll_engine.models.transformers_attention import (
     IMPLEMENTATION,
@@ -36,26 +35,6 @@ _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 _USED = ("scaling", "sliding_window", "softcap")
 _WITHOUT_EFFECT = ("dropout", "is_causal", "position_ids", "use_cache")
 _TRIAL_TOKENS = 3
-
-
-@dataclass(frozen=True)
-class TransformersConfig:
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    # Of the widest feed-forward layer, as far as the configuration says.
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    num_parameters: int
-    # Longest sequence that the positions allow, without extension.
-    max_model_len: int
-    attention: tuple[LayerAttention, ...]
-    # What the weights are stored in; float32 when the configuration does not say.
-    stored_dtype: str
-    hf_config: Any = field(repr=False, compare=False)
 
 
 def try_model(hf_config: Any) -> TransformersConfig:
