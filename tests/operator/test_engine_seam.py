@@ -32,7 +32,7 @@ from plimsoll_operator.tuning.values import (
 from support.engine_server import ApiServer, api_server, repeat
 from support.tuning import Fleet, settings, with_lane
 
-ALERTS = Path(__file__).parents[2] / "charts" / "plimsoll" / "templates" / "monitoring.yaml"
+ALERTS = Path(__file__).parents[2] / "charts" / "plimsoll" / "files" / "alerts.yaml"
 CREDENTIALS = make_credentials("assistant", time.time())
 
 
