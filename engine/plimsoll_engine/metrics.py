@@ -219,6 +219,14 @@ class SnapshotCollector(Collector):
         for reason, waiting in (("capacity", now.waiting), ("deferred", 0)):
             by_reason.add_metric((*self._labels.values(), reason), waiting)
         yield by_reason
+        longest = GaugeMetricFamily(
+            "plimsoll:longest_wait_seconds",
+            "Since the arrival of the first that waits, by its lane; 0 where none does.",
+            labels=(*LABELS, "lane"),
+        )
+        for lane, seconds in (("short", now.short_wait), ("long", now.long_wait)):
+            longest.add_metric((*self._labels.values(), lane), seconds)
+        yield longest
         for name in (
             "vllm:kv_cache_usage_perc",
             # What older releases and some dashboards call it.

@@ -29,7 +29,7 @@ The rules, and why:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +41,8 @@ from plimsoll_engine.sequence import Sequence, SequenceState
 from plimsoll_engine.waiting import WaitingQueue, in_order, insert, remove
 
 MAX_PREEMPTIONS_PER_STEP = 1
+# One part in so many of a step's budget is kept for a long prompt that is being computed.
+LONG_PREFILL_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,16 @@ class Scheduler:
         return self._waiting.num_tokens
 
     @property
+    def first_short(self) -> Sequence | None:
+        """The first of those that wait and are not long."""
+        return self._waiting.first_short
+
+    @property
+    def first_long(self) -> Sequence | None:
+        """The first of those that wait for the lane."""
+        return self._waiting.first_long
+
+    @property
     def slots_unused(self) -> int:
         """Token slots in owned blocks that hold no token yet."""
         return sum(len(s.blocks) * self._block_size - s.computed for s in self._running)
@@ -230,24 +242,41 @@ class Scheduler:
                 continue
             chunks.append(ScheduledChunk(sequence, start, count))
             budget -= count
-        for sequence in prompts:
+        # Some may have been victims meanwhile.
+        prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
+        long = [s for s in prompts if self._waiting.is_long(s)]
+        kept = -(-budget // LONG_PREFILL_BUDGET) if long else 0
+        left = self._prefill([s for s in prompts if s not in long], budget - kept, chunks)
+        admitted: list[Sequence] = []
+        open_to_all = not preempted and not starved
+        if open_to_all:
+            left = self._admit_waiting(left, chunks, admitted, lane_open=not long)
+        left = self._prefill(long, left + kept, chunks)
+        if open_to_all and long:
+            self._admit_waiting(left, chunks, admitted, lane_open=True)
+        return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
+
+    def _prefill(
+        self, sequences: Iterable[Sequence], budget: int, chunks: list[ScheduledChunk]
+    ) -> int:
+        """The next chunk of each, in order; what is left of the budget."""
+        for sequence in sequences:
             if budget == 0:
                 break
-            # It may have been a victim meanwhile.
-            if sequence.state is SequenceState.RUNNING:
-                count = min(sequence.remaining, budget)
-                chunks.append(ScheduledChunk(sequence, sequence.computed, count))
-                budget -= count
+            count = min(sequence.remaining, budget)
+            chunks.append(ScheduledChunk(sequence, sequence.computed, count))
+            budget -= count
+        return budget
 
-        admitted: list[Sequence] = []
-        if not preempted and not starved:
-            while budget and (entering := self._find_next()) is not None:
-                self._admit(entering)
-                admitted.append(entering)
-                count = min(entering.remaining, budget)
-                chunks.append(ScheduledChunk(entering, entering.computed, count))
-                budget -= count
-        return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
+    def _admit_waiting(
+        self, budget: int, chunks: list[ScheduledChunk], admitted: list[Sequence], *, lane_open: bool
+    ) -> int:
+        """Who may enter and their first chunks; what is left of the budget."""
+        while budget and (entering := self._find_next(lane_open=lane_open)) is not None:
+            self._admit(entering)
+            admitted.append(entering)
+            budget = self._prefill((entering,), budget, chunks)
+        return budget
 
     def complete(self, step: ScheduledStep, sampled: Mapping[str, int]) -> CompletedStep:
         """Enters what an executed step computed; ``sampled`` has the new token per request id.
@@ -318,13 +347,13 @@ class Scheduler:
         sequence.blocks = ()
         sequence.named_blocks = 0
 
-    def _find_next(self) -> Sequence | None:
+    def _find_next(self, *, lane_open: bool) -> Sequence | None:
         """Who of the waiting enters now: the first, or a short one past a long one."""
         if len(self._running) >= self.limits.max_num_seqs:
             return None
         long, short = self._waiting.first_long, self._waiting.first_short
         long_first = long is not None and (short is None or long.order < short.order)
-        if long is not None and long_first and self._lane_admits(long):
+        if long is not None and long_first and lane_open and self._lane_admits(long):
             if self._fits(long):
                 return long
             if not self._may_overtake(short, long):
