@@ -9,6 +9,7 @@ import functools
 import json
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -201,6 +202,16 @@ def test_stock_vllm_serves_behind_the_gate(serving: Serving) -> None:
 
     serving.cluster.wait_for(is_back, "vLLM to serve again")
 
+    # A stopping pod's gate drains before vLLM is stopped.
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(serving.chat, "stock", "slowly, please")
+        serving.cluster.wait_for(
+            lambda: "computing slowly" in serving.kubectl("logs", "stock-0", "-c", "engine"),
+            "the request to be at vLLM",
+        )
+        # The pod alone: with its Service goes the address over which the answer comes here.
+        serving.kubectl("delete", "pod", "stock-0", "--wait=false")
+        assert answer.result().status == 200
     serving.delete("stock")
     serving.delete("broken")
     serving.cluster.wait_for(lambda: not serving.children("stock"), "its children to be gone", 90)

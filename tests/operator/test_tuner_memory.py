@@ -54,6 +54,16 @@ class TestHeadroom:
         assert decision.limits.gpu_memory_utilization == 0.88
         assert decision.changes[0].rule is Rule.ALLOCATION_FAILURE
 
+    def test_a_failure_gives_back_no_less_than_the_missing_headroom_would(self) -> None:
+        lines = []
+        for failures in (0.0, 1.0):
+            fleet = Fleet()
+            fleet.idle(15)
+            low = {"device_free_low_water_bytes": 10 * MIB}
+            decision = fleet.look(**low, allocation_failures_total=failures)
+            lines.append(decision.limits.gpu_memory_utilization)
+        assert lines == [0.85, 0.85]
+
     def test_free_memory_is_used_under_lasting_pressure_rarely(self) -> None:
         fleet = Fleet(settings(max_utilization=0.96, tunes_length=False, floor=None))
         ample = {"device_free_low_water_bytes": 300 * MIB}

@@ -7,6 +7,7 @@ give memory back. Memory that is free while the cache is short is there for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from plimsoll_operator.tuning.bounds import Bounds, round_down
 from plimsoll_operator.tuning.policy import TuningPolicy
@@ -35,7 +36,9 @@ def answer_allocation_failure(situation: Situation) -> Proposal | None:
             _BATCH, budget, budget, Rule.ALLOCATION_FAILURE, reason,
             "steps that need half the memory for activations", inputs,
         )  # fmt: skip
-    step = situation.policy.utilization_step
+    # Where the headroom is missing too, no less than its own rule would give back.
+    short = _find_missing_headroom(situation)
+    step = situation.policy.utilization_step if short is None else short.step
     return _utilization(
         situation,
         situation.utilization - step,
@@ -86,6 +89,32 @@ def restore_batch(situation: Situation) -> Proposal | None:
 
 def keep_headroom(situation: Situation) -> Proposal | None:
     """Free memory at its lowest was less than the headroom: give back what is missing."""
+    short = _find_missing_headroom(situation)
+    if short is None:
+        return None
+    return _utilization(
+        situation,
+        situation.utilization - short.step,
+        Rule.LOW_HEADROOM,
+        f"{short.pod}: {_mib(short.low)} MiB free at the lowest, {_mib(short.headroom)} MiB wanted",
+        "free memory returns above the headroom",
+        {"freeLowWaterBytes": short.low, "headroomBytes": short.headroom},
+    )
+
+
+@dataclass(frozen=True)
+class _MissingHeadroom:
+    """Of the pod that misses most: lowest free and wanted bytes, and the step of the line, at least
+    the policy's, that gives back what is missing."""
+
+    pod: str
+    low: float
+    headroom: float
+    step: float
+
+
+def _find_missing_headroom(situation: Situation) -> _MissingHeadroom | None:
+    """None also while the last move of the line has not settled."""
     policy = situation.policy
     if situation.since(_LINE) < policy.memory_settle:
         return None
@@ -100,14 +129,7 @@ def keep_headroom(situation: Situation) -> Proposal | None:
         return None
     missing, low, headroom, total, pod = max(found)
     step = min(max(missing / total, policy.utilization_step), policy.utilization_down_max)
-    return _utilization(
-        situation,
-        situation.utilization - step,
-        Rule.LOW_HEADROOM,
-        f"{pod}: {_mib(low)} MiB free at the lowest, {_mib(headroom)} MiB wanted",
-        "free memory returns above the headroom",
-        {"freeLowWaterBytes": low, "headroomBytes": headroom},
-    )
+    return _MissingHeadroom(pod, low, headroom, step)
 
 
 def use_free_memory(situation: Situation) -> Proposal | None:
