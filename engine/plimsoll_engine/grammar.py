@@ -67,8 +67,8 @@ class GrammarMatchers:
                 allowed = None if matcher.is_error() else matcher.compute_bitmask()
                 if allowed is None or matcher.is_error():
                     errors[row] = f"the output's grammar cannot go on: {matcher.get_error()}"
-                else:
-                    _mask(logits[row], allowed)
+                elif not _mask(logits[row], allowed):
+                    errors[row] = "the output's grammar cannot go on: no token of the model fits"
         return errors
 
     def _matcher(self, request: RowRequest, grammar: str, vocab_size: int) -> llguidance.LLMatcher:
@@ -76,7 +76,9 @@ class GrammarMatchers:
         matcher, consumed = self._matchers.pop(request.request_id, (None, 0))
         if matcher is None or consumed > len(output):
             tokenizer = self._tokenizer or self._build_tokenizer(vocab_size)
-            matcher, consumed = llguidance.LLMatcher(tokenizer, grammar, limits=LIMITS), 0
+            # The log is the engine's alone to write.
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            consumed = 0
         # With ignore_eos a request goes on behind its end, where only ends follow.
         if not matcher.is_stopped():
             matcher.consume_tokens(list(output[consumed:]))
@@ -92,17 +94,20 @@ class GrammarMatchers:
         loaded = self._load_tokenizer()
         # Either may be larger: a tokenizer without the model's padding, or one made for more models.
         size = max(vocab_size, len(loaded.tokenizer))
-        # The server has refused to start without a fast one.
+        # The server has refused to start without a fast one, and grammars without an end token.
         fast = cast("PreTrainedTokenizerFast", loaded.tokenizer)
-        self._tokenizer = llguidance.hf.from_tokenizer(
-            fast, n_vocab=size, eos_token=sorted(loaded.eos_token_ids)
-        )
+        ends = sorted(end for end in loaded.eos_token_ids if end < vocab_size)
+        self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=size, eos_token=ends)
         return self._tokenizer
 
 
-def _mask(row: torch.Tensor, allowed: bytes) -> None:
+def _mask(row: torch.Tensor, allowed: bytes) -> bool:
+    """Whether any token is left; the row is as it was when none is."""
     import torch
 
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[: row.shape[0]]
+    if not bits.any():
+        return False
     forbidden = torch.from_numpy(bits == 0).to(row.device)
     row.masked_fill_(forbidden, float("-inf"))
+    return True

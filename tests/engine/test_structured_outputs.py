@@ -102,6 +102,14 @@ def test_a_chat_follows_a_json_schema_whole_and_streamed(client: openai.OpenAI) 
         ({"response_format": {"type": "regex", "regex": "x{1,4}"}}, "x{1,4}"),
         ({"structured_outputs": {"choice": ['a "quoted" one', "zwei"]}}, 'a "quoted" one|zwei'),
         ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
+        (
+            {"structured_outputs": {"json": {"const": [1]}, "disable_any_whitespace": True}},
+            r"\[1\]",
+        ),
+        (
+            {"structured_outputs": {"json": {"const": [1]}, "whitespace_pattern": "_"}},
+            r"\[_?1_?\]",
+        ),
         # Nothing else may follow there, whatever is asked for beside.
         ({"guided_choice": ["yes", "no"], "min_tokens": 20, "logit_bias": {"10": 100}}, "yes|no"),
     ],
@@ -151,26 +159,61 @@ def test_an_error_names_the_field_and_the_engine_lives_on(client: openai.OpenAI)
         ({"guided_choice": ["a", 1]}, "guided_choice"),
         ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
         ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 1}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_grammar(CompletionRequest(prompt="x", **asked))
+        read_grammar(CompletionRequest(prompt="x", **asked), has_end=True)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert param in refused.value.message
 
 
+def test_a_model_without_an_end_token_keeps_to_no_grammar() -> None:
+    with pytest.raises(ApiError, match="guided_regex: this model has no end token"):
+        read_grammar(CompletionRequest(prompt="x", guided_regex="a"), has_end=False)
+
+
 @pytest.mark.parametrize("asked", [{}, {"response_format": {"type": "text"}}])
 def test_no_form_is_no_grammar(asked: dict[str, Any]) -> None:
-    assert read_grammar(CompletionRequest(prompt="x", **asked)) is None
+    assert read_grammar(CompletionRequest(prompt="x", **asked), has_end=True) is None
+
+
+def test_a_grammar_without_an_end_goes_on_to_max_tokens(server: ApiServer) -> None:
+    endless = 'start: LETTER start\nLETTER: "a" | "b"'
+    (choice,) = server.complete(prompt="x", max_tokens=30, guided_grammar=endless)["choices"]
+    assert re.fullmatch("[ab]{30}", choice["text"])
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_grammar": "start: A\nA: /[ab]+/ & /c+/"},
+        {"guided_grammar": 'start: "ab" start'},
+        {"guided_json": {"$ref": "#"}},
+    ],
+)
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(
+    server: ApiServer, asked: dict[str, Any]
+) -> None:
+    failed = server.post("/v1/completions", prompt="x", max_tokens=30, **asked)
+    assert failed.status_code == 500
+    assert "grammar cannot go on" in failed.json()["error"]["message"]
+    assert server.complete(prompt="x", max_tokens=2)["choices"][0]["finish_reason"]
 
 
 def test_a_matcher_that_was_dropped_is_built_again_from_the_output() -> None:
     tokenizer = byte_tokenizer()
     loaded = ModelTokenizer(tokenizer, frozenset(spell(tokenizer, END)))
-    grammar = read_grammar(CompletionRequest(guided_regex="ab|cd"))
+    grammar = read_grammar(CompletionRequest(guided_regex="ab|cd"), has_end=True)
     params = SamplingParams(max_tokens=9, grammar=grammar)
     matchers = GrammarMatchers(lambda: loaded, capacity=1)
 

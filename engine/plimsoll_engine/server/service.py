@@ -96,7 +96,7 @@ class Service:
         logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
         positions = sum(len(prompt.token_ids) for prompt in prompts)
         check_prompt_logprobs(positions, logprobs.prompt, request.n or 1)
-        grammar = await self.codec.off_loop(read_grammar, request)
+        grammar = await self._read_grammar(request)
         sequences = []
         for prompt in prompts:
             max_tokens = request.max_tokens
@@ -128,7 +128,7 @@ class Service:
         prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
         if max_tokens is None:
             max_tokens = self._room(prompt)
-        grammar = await self.codec.off_loop(read_grammar, request)
+        grammar = await self._read_grammar(request)
         params = self._sampling_params(request, max_tokens, logprobs, grammar)
         answer = ChatAnswer(
             request,
@@ -213,6 +213,10 @@ class Service:
             else:
                 prompts.append(await self.codec.off_loop(self.codec.show, each))
         return prompts
+
+    async def _read_grammar(self, request: GenerationRequest) -> str | None:
+        has_end = bool(self.model.defaults.eos_token_ids)
+        return await self.codec.off_loop(read_grammar, request, has_end=has_end)
 
     def _sampling_params(
         self,

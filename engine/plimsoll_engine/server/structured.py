@@ -7,7 +7,7 @@ module knows no tokenizer: a grammar is about text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import msgspec
@@ -16,17 +16,21 @@ from plimsoll_engine.grammar import find_grammar_error
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import GenerationRequest
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
 # Between two tokens of JSON. Without a bound a model may write blanks for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+FREE_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 ANY_OBJECT = {"type": "object"}
 
 
-def read_grammar(request: GenerationRequest) -> str | None:
+def read_grammar(request: GenerationRequest, *, has_end: bool) -> str | None:
     """The grammar that the output must follow; None: any text.
 
-    Takes up to some 20 ms: not for the event loop. Raises ApiError(400), which names the field.
+    ``has_end``: the model has an end token, without which no grammar's end could be said. Takes up
+    to some 20 ms: not for the event loop. Raises ApiError(400), which names the field.
     """
     found = [
         (param, grammar)
@@ -54,6 +58,8 @@ def read_grammar(request: GenerationRequest) -> str | None:
         names = ", ".join(param for param, _ in found)
         raise ApiError(400, f"{names}: only one of them is allowed", param=found[1][0])
     param, grammar = found[0]
+    if not has_end:
+        raise ApiError(400, f"{param}: this model has no end token to end it with", param=param)
     error = find_grammar_error(grammar)
     if error is not None:
         raise ApiError(400, f"{param}: this engine cannot keep to it: {error}", param=param)
@@ -98,13 +104,29 @@ def _read_structured(given: Any) -> str | None:
     set_kinds = [kind for kind in kinds if given.get(kind) not in (None, False)]
     if len(set_kinds) != 1:
         raise invalid_value(param, given, allowed)
+    for name in ("structural_tag", "disable_additional_properties"):
+        if given.get(name) not in (None, False):
+            raise invalid_value(f"{param}.{name}", given[name], "it to be absent: not supported")
     (kind,) = set_kinds
-    if kind == "json_object":
-        return _json(param, ANY_OBJECT)
+    if kind in ("json", "json_object"):
+        schema = ANY_OBJECT if kind == "json_object" else given[kind]
+        return _json(param, schema, _read_whitespace(param, given))
     return READERS[kind](param, given[kind])
 
 
-def _json(param: str, schema: object) -> str:
+def _read_whitespace(param: str, given: dict[str, Any]) -> JsonCompileOptions:
+    if given.get("disable_any_whitespace"):
+        return {"whitespace_flexible": False}
+    pattern = given.get("whitespace_pattern")
+    if pattern is None:
+        return FREE_WHITESPACE
+    if not isinstance(pattern, str):
+        raise invalid_value(f"{param}.whitespace_pattern", pattern, "a regular expression")
+    _check_size(param, pattern)
+    return {"whitespace_pattern": pattern}
+
+
+def _json(param: str, schema: object, whitespace: JsonCompileOptions = FREE_WHITESPACE) -> str:
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -114,9 +136,7 @@ def _json(param: str, schema: object) -> str:
         raise invalid_value(param, schema, "a JSON schema, which is an object")
     text = msgspec.json.encode(schema).decode()
     _check_size(param, text)
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        text, overrides={"whitespace_pattern": WHITESPACE}
-    )
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
 
 
 def _regex(param: str, pattern: object) -> str:
