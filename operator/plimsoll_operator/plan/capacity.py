@@ -99,4 +99,4 @@ def _tolerates(toleration: Json, taint: Json) -> bool:
     if toleration.get("operator", "Equal") == "Exists":
         return toleration.get("key") in (None, "", taint["key"])
     same_value = toleration.get("value", "") == taint.get("value", "")
-    return toleration.get("key") == taint["key"] and same_value
+    return bool(toleration.get("key") == taint["key"]) and same_value
