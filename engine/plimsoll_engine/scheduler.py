@@ -16,6 +16,10 @@ The rules, and why:
   the free blocks are too few, but only until those that passed have had as many blocks as the
   pool has outside the lane: from then on nobody enters before it, and the blocks that come free
   are its. So both sides have a bound, in blocks, and a clock is not needed.
+* Long prompts are computed one at a time and after the others, whose first token should not wait
+  for 16 steps of somebody else's prompt; a part of each step's budget is theirs whatever comes.
+  So while one is computed the next waits, and is passed without being overtaken: that ends with
+  the prompt.
 * Blocks that already hold the start of a request's tokens are shared with it instead of computed
   again, but for its last token, which has to be computed to sample from. A preempted request so
   finds what is left of its own.
@@ -41,7 +45,8 @@ from plimsoll_engine.sequence import Sequence, SequenceState
 from plimsoll_engine.waiting import WaitingQueue, in_order, insert, remove
 
 MAX_PREEMPTIONS_PER_STEP = 1
-# One part in so many of a step's budget is kept for a long prompt that is being computed.
+# One part in so many of a step's budget is kept for a long prompt that is being computed: a
+# quarter lengthens its computation fourfold at the worst, and the others' by a third.
 LONG_PREFILL_BUDGET = 4
 
 
@@ -269,11 +274,16 @@ class Scheduler:
         return budget
 
     def _admit_waiting(
-        self, budget: int, chunks: list[ScheduledChunk], admitted: list[Sequence], *, lane_open: bool
+        self,
+        budget: int,
+        chunks: list[ScheduledChunk],
+        admitted: list[Sequence],
+        *,
+        lane_open: bool,
     ) -> int:
         """Who may enter and their first chunks; what is left of the budget."""
         while budget and (entering := self._find_next(lane_open=lane_open)) is not None:
-            self._admit(entering)
+            self._admit(entering, lane_open=lane_open)
             admitted.append(entering)
             budget = self._prefill((entering,), budget, chunks)
         return budget
@@ -396,13 +406,14 @@ class Scheduler:
             self._pool.remember(sequence.blocks[place], hashes[place])
         sequence.named_blocks = full
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, *, lane_open: bool) -> None:
         cached = self._find_cached(sequence)
         count = self.blocks_for(len(sequence.tokens))
         ids = self._pool.allocate(count - len(cached), cached)
         assert ids is not None, "_find_next has counted them"
         long = self._waiting.first_long
-        if long is not None and long.order < sequence.order and self._lane_admits(long):
+        passed = long is not None and long.order < sequence.order
+        if long is not None and passed and lane_open and self._lane_admits(long):
             long.overtaken_by += count
         self._waiting.remove(sequence)
         sequence.blocks = ids
