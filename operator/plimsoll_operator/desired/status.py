@@ -9,7 +9,7 @@ shapes look into it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -56,6 +56,7 @@ class Report:
     source: Source | None
     recorded: Json
     given_up: bool
+    rollout: Json = field(default_factory=dict)
 
 
 def build_status(report: Report) -> Json:
@@ -80,6 +81,7 @@ def build_status(report: Report) -> Json:
             "replicasDetail": _replicas_detail(report),
             "failures": {"last": last_failure(previous, report.failures)},
             "revision": _revision(report),
+            "rollout": report.rollout,
             "load": _load(report),
             **report.recorded,
         }
@@ -289,7 +291,8 @@ def _revision(report: Report) -> Json:
     if statefulset is None:
         return dict(previous)
     updated, good = statefulset.update_revision, previous.get("lastKnownGood")
-    if complete(report.view) and report.view.wanted > 0:
+    # What somebody else has put there may serve, and is not what is wanted.
+    if complete(report.view) and report.view.wanted > 0 and not statefulset.foreign:
         good = updated
     blocked = [name for name in previous.get("blocked", []) if name != updated]
     was_blocked = updated in previous.get("blocked", [])
