@@ -40,6 +40,9 @@ LIMITS_DIR = "/etc/plimsoll/limits"
 LIMITS_KEY = "limits.json"
 HF_HOME = "/models"
 MODEL_DIR = "/model"
+# What engines compile, where the cache keeps it: a folder of the claim, mounted by itself.
+COMPILED_DIR = "/compiled"
+COMPILED_FOLDER = "plimsoll-compiled"
 
 
 def selector(deployment: str) -> dict[str, str]:

@@ -107,6 +107,7 @@ async def reconcile(
     # 1. Observe.
     try:
         observed = await observe(cluster, resource, engine_image)
+        template = build_pod_template(observed.deployment, engine_image)
     except InvalidSpec as error:
         invalid = build_invalid_status(resource, str(error), now)
         await report(cluster, resource, invalid, now)
@@ -116,7 +117,6 @@ async def reconcile(
     serving = [pod for pod in observed.pods if pod.serves]
     readings = await engines.read(deployment, serving)
     failures = _failures(observed)
-    template = build_pod_template(deployment, engine_image)
     applied = _has_template(observed, template)
     conflict = checks.foreign_children(observed)
 
