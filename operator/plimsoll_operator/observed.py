@@ -52,6 +52,7 @@ _STATUS_SHAPE = shape.record(
             {"lastKnownGood": shape.text, "blocked": shape.list_of(shape.text)}
         ),
         "load": shape.record({"time": shape.time}),
+        "prefetch": shape.record({"completed": shape.text}),
         "tuning": shape.record({}),
         "oom": shape.record({}),
     }
@@ -156,6 +157,8 @@ class Observed:
     pods: tuple[Pod, ...]
     credentials: Credentials | None
     profile: Json | None = None
+    # Pods of the Job that fetches the model, as the API server has them.
+    prefetch_pods: tuple[Json, ...] = ()
 
     @property
     def status(self) -> Json:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plimsoll_operator import checks, stall
+from plimsoll_operator import checks, names, stall
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
     Applied,
@@ -27,11 +27,13 @@ from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired.prefetch_job import build_prefetch_job
 from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
 from plimsoll_operator.engines import Engines
 from plimsoll_operator.observe import observe
 from plimsoll_operator.observed import Json, Observed, Pod
 from plimsoll_operator.plan import next_step
+from plimsoll_operator.prefetch import judge_prefetch
 from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.telemetry import Standing
@@ -147,6 +149,14 @@ async def reconcile(
     # 4. Build. What the runtime reads at its start alone is no limit to be sent.
     live_limits = decision.limits.only(settings.live)
     credentials = observed.credentials or make_credentials(deployment.name, now)
+    job = ("Job", names.prefetch_job(deployment.name))
+    fetch = judge_prefetch(
+        build_prefetch_job(deployment, engine_image),
+        observed.children.get(job),
+        observed.prefetch_pods,
+        observed.status,
+        now,
+    )
     children = build_children(
         deployment,
         step=step,
@@ -156,6 +166,10 @@ async def reconcile(
         revision=decision.revision,
         operator_namespace=operator_namespace,
     )
+    children[job] = fetch.job
+    if fetch.holds:
+        # It stays as it is, or absent, until the model is there.
+        del children["StatefulSet", deployment.name]
 
     # 5. Apply. Nothing is written over somebody else's object.
     written = Applied()
@@ -165,6 +179,8 @@ async def reconcile(
         for pod in step.replace:
             await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
     refusals = written.refusals if conflict is None else (conflict,)
+    if fetch.failed is not None:
+        refusals = (*refusals, fetch.failed)
     if decision.learned != learned:
         key_of_profile = profile_key(deployment, deployment.image or engine_image)
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
@@ -192,6 +208,7 @@ async def reconcile(
         stall=shown,
         now=now,
         missing_since=missing_since,
+        waiting=fetch.waiting,
     )
     status = build_status(
         Report(
@@ -201,12 +218,12 @@ async def reconcile(
             engines=readings,
             limits=decision.limits,
             source=None if decision.unconfirmed else decision.source,
-            recorded=record_tuning(decision),
+            recorded={**record_tuning(decision), **fetch.recorded},
             given_up=stalled is not None and stalled == give_up,
         )
     )
     events = decision.events
-    if observed.statefulset is not None and not applied and not refusals:
+    if observed.statefulset is not None and not applied and not refusals and not fetch.holds:
         events = (_rolling_out(observed, template), *events)
     last = None if carried is None else carried.reported
     reported = await report(cluster, resource, status, now, events=events, last=last)

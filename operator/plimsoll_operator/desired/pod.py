@@ -34,15 +34,7 @@ def build_pod_template(deployment: Deployment, default_image: str) -> Json:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": int(PRESTOP_SECONDS + deployment.drain + EXIT_SECONDS),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": NON_ROOT_ID,
-            "runAsGroup": NON_ROOT_ID,
-            "fsGroup": NON_ROOT_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-            **template.security_context,
-        },
+        "securityContext": pod_security_context(deployment),
         "containers": [_container(deployment, programs.main, default_image)],
         "volumes": [volume for volume, _ in _volumes(deployment)],
         **template.fields,
@@ -51,6 +43,28 @@ def build_pod_template(deployment: Deployment, default_image: str) -> Json:
         before = _container(deployment, programs.before, default_image)
         spec["initContainers"] = [{**before, "restartPolicy": "Always"}]
     return {"metadata": metadata, "spec": merged(spec, template.patch)}
+
+
+def pod_security_context(deployment: Deployment) -> Json:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": NON_ROOT_ID,
+        "runAsGroup": NON_ROOT_ID,
+        "fsGroup": NON_ROOT_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **deployment.pod_template.security_context,
+    }
+
+
+def restricted(users: Json | None = None) -> Json:
+    """A container's security context, with the user's own over it."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        **(users or {}),
+    }
 
 
 def _container(deployment: Deployment, program: Program, default_image: str) -> Json:
@@ -65,13 +79,10 @@ def _container(deployment: Deployment, program: Program, default_image: str) -> 
         **program.probes,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(deployment) if own is None else own,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            # What the user allows is for the engine.
-            **(deployment.pod_template.container_security_context if own is None else {}),
-        },
+        # What the user allows is for the engine.
+        "securityContext": restricted(
+            deployment.pod_template.container_security_context if own is None else {}
+        ),
         "volumeMounts": [
             mount for mount in mounts if program.mounts is None or mount["name"] in program.mounts
         ],
