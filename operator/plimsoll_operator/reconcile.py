@@ -28,12 +28,15 @@ from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.desired.prefetch_job import build_prefetch_job
+from plimsoll_operator.desired.rollout import Rollout, build_rollout
 from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
 from plimsoll_operator.engines import Engines
-from plimsoll_operator.observe import observe
+from plimsoll_operator.observe import observe, observe_spare
 from plimsoll_operator.observed import Json, Observed, Pod
-from plimsoll_operator.plan import next_step
+from plimsoll_operator.plan import StepReason, next_step
+from plimsoll_operator.plan.canary import Probe, judge_canary
 from plimsoll_operator.prefetch import judge_prefetch
+from plimsoll_operator.probing import ask
 from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.telemetry import Standing
@@ -73,6 +76,7 @@ class Carried:
     missing_since: float | None = None
     reported: Reported | None = None
     fruitless: Mapping[ChildKey, Fruitless] = field(default_factory=dict)
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -137,18 +141,7 @@ async def reconcile(
         )
     )
 
-    # 3. Plan.
-    blocked = stall.recorded_give_up(observed, applied=applied)
-    try_at = stall.next_try(observed, blocked, failures, now)
-    step = next_step(
-        observed,
-        given_up=blocked is not None,
-        try_again=try_at is not None and try_at <= now,
-    )
-
-    # 4. Build. What the runtime reads at its start alone is no limit to be sent.
-    live_limits = decision.limits.only(settings.live)
-    credentials = observed.credentials or make_credentials(deployment.name, now)
+    # 3. Plan. What a model that is not there yet holds up stays as it is.
     job = ("Job", names.prefetch_job(deployment.name))
     fetch = judge_prefetch(
         build_prefetch_job(deployment, engine_image),
@@ -157,6 +150,30 @@ async def reconcile(
         observed.status,
         now,
     )
+    blocked = stall.recorded_give_up(observed, applied=applied)
+    try_at = stall.next_try(observed, blocked, failures, now)
+    spare = (
+        await observe_spare(cluster, deployment, template)
+        if observed.statefulset is not None and not applied and not fetch.holds
+        else None
+    )
+    canary, proven = None, stall.is_proven(observed)
+    probe = None if carried is None else carried.probe
+    if applied and blocked is None and not proven and stall.is_rolling(observed):
+        canary = judge_canary(observed, failures=failures, readings=readings, probe=probe, now=now)
+        proven = canary is not None and canary.proven
+    step = next_step(
+        observed,
+        given_up=blocked is not None,
+        try_again=try_at is not None and try_at <= now,
+        applied=applied,
+        proven=proven,
+        spare=spare is not None and spare.fits,
+    )
+
+    # 4. Build. What the runtime reads at its start alone is no limit to be sent.
+    live_limits = decision.limits.only(settings.live)
+    credentials = observed.credentials or make_credentials(deployment.name, now)
     children = build_children(
         deployment,
         step=step,
@@ -176,7 +193,7 @@ async def reconcile(
     if conflict is None:
         fruitless = {} if carried is None else carried.fruitless
         written = await apply_children(cluster, children, observed.children, fruitless, now)
-        for pod in step.replace:
+        for pod in () if fetch.holds else step.replace:
             await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
     refusals = written.refusals if conflict is None else (conflict,)
     if fetch.failed is not None:
@@ -186,17 +203,25 @@ async def reconcile(
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
 
     # 6. Check and report.
-    give_up = (
-        None
-        if decision.give_up is None
-        else Violation(decision.give_up.reason, decision.give_up.message)
-    )
+    give_up = None if canary is None else canary.failure
+    if decision.give_up is not None:
+        give_up = Violation(decision.give_up.reason, decision.give_up.message)
     stalled = stall.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
-    shown = stalled and stall.explain(
-        stalled,
-        try_at=stall.next_try(observed, stalled, failures, now),
-        room=step.partition < deployment.replicas,
-        now=now,
+    shown = stalled and stall.tell(
+        stalled, observed, failures, refused=bool(refusals), partition=step.partition, now=now
+    )
+    if canary is not None and canary.probe_tokens is not None and stalled is None:
+        probe = await ask(cluster, engines, deployment, canary, probe)
+    statefulset = observed.statefulset
+    rollout = build_rollout(
+        observed,
+        Rollout(
+            step,
+            canary,
+            probe,
+            None if spare is None else spare.reason,
+            statefulset.update_revision if statefulset is not None and proven else None,
+        ),
     )
     missing_since = checks.missing_since(
         observed, None if carried is None else carried.missing_since, now
@@ -209,6 +234,7 @@ async def reconcile(
         now=now,
         missing_since=missing_since,
         waiting=fetch.waiting,
+        rollout=rollout["message"] if step.reason is StepReason.CANARY else "",
     )
     status = build_status(
         Report(
@@ -220,6 +246,7 @@ async def reconcile(
             source=None if decision.unconfirmed else decision.source,
             recorded={**record_tuning(decision), **fetch.recorded},
             given_up=stalled is not None and stalled == give_up,
+            rollout=rollout,
         )
     )
     events = decision.events
@@ -237,7 +264,7 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    carry = Carried(decision.state, kept, missing_since, reported, written.fruitless)
+    carry = Carried(decision.state, kept, missing_since, reported, written.fruitless, probe)
     read_all = all(isinstance(reading, EngineReading) for reading in readings.values())
     standing = Standing(
         tuple(status["conditions"]),

@@ -54,6 +54,20 @@ class TuningMode(StrEnum):
     HOLD = "Hold"
 
 
+class RolloutType(StrEnum):
+    AUTO = "Auto"
+    DELETE_FIRST = "DeleteFirst"
+    SURGE_FIRST = "SurgeFirst"
+
+
+class CanaryMode(StrEnum):
+    """What the first replica of a new template has to do before the others follow."""
+
+    PROBE = "Probe"
+    SOAK = "Soak"
+    OFF = "Off"
+
+
 @dataclass(frozen=True)
 class KeyRef:
     """One key of a Secret in the deployment's namespace."""
@@ -169,6 +183,8 @@ class Deployment:
     runtime_version: str | None = None
     # Size of /dev/shm, a quantity; None: where one is needed, without a bound of its own.
     shared_memory: str | None = None
+    rollout_type: RolloutType = RolloutType.AUTO
+    canary: CanaryMode = CanaryMode.PROBE
 
     @property
     def on_cpu(self) -> bool:
@@ -216,6 +232,8 @@ class Deployment:
             runtime=RuntimeName(spec.get("runtime", {}).get("name", RuntimeName.PLIMSOLL)),
             runtime_version=spec.get("runtime", {}).get("version"),
             shared_memory=_shared_memory(resources),
+            rollout_type=RolloutType(rollout.get("type", RolloutType.AUTO)),
+            canary=CanaryMode(rollout.get("canary", CanaryMode.PROBE)),
         )
 
 
