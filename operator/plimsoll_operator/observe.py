@@ -24,6 +24,7 @@ from plimsoll_operator.observed import (
     StatefulSet,
     Termination,
 )
+from plimsoll_operator.ownership import foreign_fields
 from plimsoll_operator.plan.capacity import find_room
 from plimsoll_operator.spec import Deployment, RolloutType
 from plimsoll_operator.tuning.profile import profile_key
@@ -113,6 +114,7 @@ def read_statefulset(body: Json) -> StatefulSet:
         update_revision=status.get("updateRevision", ""),
         template_hash=body["metadata"].get("annotations", {}).get(names.TEMPLATE_ANNOTATION),
         on_delete=update.get("type") == "OnDelete",
+        foreign=bool(foreign_fields(body)),
     )
 
 

@@ -152,6 +152,8 @@ class StatefulSet:
     template_hash: str | None = None
     # The controller replaces nothing by itself; what is deleted comes back with the template.
     on_delete: bool = False
+    # Somebody else has set fields of it, perhaps in the template: they are put back in this pass.
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
