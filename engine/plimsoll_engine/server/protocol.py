@@ -70,7 +70,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)] | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
@@ -90,7 +90,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def continuous_usage(self) -> bool:
         options = self.stream_options
-        return self.include_usage and bool(options and options.continuous_usage_stats)
+        return options is not None and bool(options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -161,6 +161,7 @@ REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "best_of": (1,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "prompt_embeds": (),
