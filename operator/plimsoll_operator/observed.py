@@ -62,6 +62,7 @@ _STATUS_SHAPE = shape.record(
             }
         ),
         "load": shape.record({"time": shape.time}),
+        "prefetch": shape.record({"completed": shape.text}),
         "tuning": shape.record({}),
         "oom": shape.record({}),
     }
@@ -170,6 +171,8 @@ class Observed:
     pods: tuple[Pod, ...]
     credentials: Credentials | None
     profile: Json | None = None
+    # Pods of the Job that fetches the model, as the API server has them.
+    prefetch_pods: tuple[Json, ...] = ()
 
     @property
     def status(self) -> Json:
