@@ -220,7 +220,9 @@ async def reconcile(
             canary,
             probe,
             None if spare is None else spare.reason,
-            statefulset.update_revision if statefulset is not None and proven else None,
+            statefulset.update_revision
+            if statefulset is not None and canary is not None and canary.proven
+            else None,
         ),
     )
     missing_since = checks.missing_since(

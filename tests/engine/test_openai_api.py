@@ -265,6 +265,24 @@ def test_the_models_own_sampling_defaults_are_used_and_overridden() -> None:
         assert (second.seed, third.seed) == (5, 6)
 
 
+def test_log_probabilities_of_a_whole_answer_are_bounded(server: ApiServer) -> None:
+    body = {"model": "m", "n": 64, "max_tokens": 1000}
+    text = server.post("/v1/completions", prompt="a", logprobs=20, **body)
+    chat = server.post(
+        "/v1/chat/completions",
+        messages=[{"role": "u", "content": "x"}],
+        logprobs=True,
+        top_logprobs=20,
+        **body,
+    )
+    for response, param in ((text, "logprobs"), (chat, "top_logprobs")):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert "may have 1344000: 1000 max_tokens x (20 + 1) x 64" in error["message"]
+    # The bound of a token is vLLM's default of --max-logprobs.
+    assert server.post("/v1/completions", model="m", prompt="a", logprobs=21).status_code == 400
+
+
 def test_every_answer_has_the_id_of_its_request(server: ApiServer) -> None:
     given = {"x-request-id": "mine-1"}
     for response in (

@@ -24,6 +24,8 @@ MAX_LOGPROBS = 20
 # Log-probabilities of prompts that one request may ask for, at about 200 bytes of host memory each:
 # positions times (logprobs + 1) times n.
 MAX_PROMPT_LOGPROBS = 1 << 18
+# Log-probabilities that an answer may hold until it is whole, at the same price each.
+MAX_OUTPUT_LOGPROBS = 1 << 20
 # Entries of stop_token_ids and of logit_bias.
 MAX_TOKEN_ENTRIES = 1024
 MAX_STOP_STRINGS = 64

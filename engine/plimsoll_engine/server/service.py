@@ -46,6 +46,7 @@ from plimsoll_engine.server.validation import (
     SamplingDefaults,
     build_sampling_params,
     check_characters,
+    check_output_logprobs,
     check_prompt_logprobs,
     check_template_kwargs,
     check_vocabulary,
@@ -112,6 +113,9 @@ class Service:
                 max_tokens = min(DEFAULT_COMPLETION_TOKENS, self._room(prompt))
             params = self._sampling_params(request, max_tokens, logprobs, grammar)
             sequences += self._choices(prompt, params, request.n or 1)
+        if not request.stream:
+            longest = max(params.max_tokens for _, params in sequences)
+            check_output_logprobs("logprobs", logprobs.output, longest, len(sequences))
         answer = CompletionAnswer(
             request,
             answer_id=_answer_id("cmpl", http, request),
@@ -137,6 +141,8 @@ class Service:
         prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
         if max_tokens is None:
             max_tokens = self._room(prompt)
+        if not request.stream:
+            check_output_logprobs("top_logprobs", logprobs.output, max_tokens, request.n or 1)
         grammar = await self._read_grammar(request)
         params = self._sampling_params(request, max_tokens, logprobs, grammar)
         answer = ChatAnswer(
