@@ -61,7 +61,7 @@ class EngineMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": ENGINE}
+        self.labels = {"model_name": model_name, "engine": ENGINE}
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -73,7 +73,7 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._finished = {
-            reason: success.labels(**self._labels, finished_reason=reason.value)
+            reason: success.labels(**self.labels, finished_reason=reason.value)
             for reason in FinishReason
         }
         seconds = REQUEST_SECONDS_BUCKETS
@@ -122,7 +122,7 @@ class EngineMetrics:
         self._request_computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens computed, not cached.", buckets
         )
-        self.registry.register(SnapshotCollector(snapshot, self._labels))
+        self.registry.register(SnapshotCollector(snapshot, self.labels))
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
@@ -165,12 +165,12 @@ class EngineMetrics:
             self._per_output_token.observe((last - first) / (request.num_generation_tokens - 1))
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self._labels)
+        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self.labels)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
             f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets
-        ).labels(**self._labels)
+        ).labels(**self.labels)
 
 
 class SnapshotCollector(Collector):
