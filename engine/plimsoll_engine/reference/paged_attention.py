@@ -108,7 +108,8 @@ def plan_gather(
         _decode_group(group, starts, batch, rows, layout, dtype, sliding_window)
         for group in _group_by_length(decodes, batch.context_lens, layout, sliding_window)
     )
-    most = max(len(part.key_rows) for part in (*groups, *prefills))
+    read = (*(group.key_rows for group in groups), *(chunk.key_rows for chunk in prefills))
+    most = max(map(len, read))
     gathered = torch.empty((2, most, layout.row_elements), dtype=layout.dtype)
     return GatherPlan(groups, tuple(prefills), staircase, sliding_window, gathered)
 
