@@ -327,6 +327,14 @@ class EngineLoop:
         self._preemptions_unreported = 0
 
     def _deliver(self, live: LiveRequest, sampled: SampledToken | None, now: float) -> None:
+        if sampled is not None and sampled.error is not None:
+            request_id = live.sequence.request_id
+            log.error("request %s: %s", request_id, sampled.error)
+            self._finish(
+                live,
+                RequestOutput(request_id, finish_reason=FinishReason.ERROR, error=sampled.error),
+            )
+            return
         new_tokens: tuple[int, ...] = ()
         if sampled is not None and sampled.token_id is not None:
             new_tokens = (sampled.token_id,)

@@ -79,6 +79,8 @@ class SampledToken:
     logprobs: tuple[TokenLogprob, ...] = ()
     # One tuple like ``logprobs`` per row of ``prompt_logprob_rows``.
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    # Why this request, and it alone, cannot go on; ``token_id`` means nothing then.
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from plimsoll_engine.executor import (
     StepBatch,
     TokenLogprob,
 )
+from plimsoll_engine.grammar import GrammarMatchers
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
 from plimsoll_engine.memory import check_length
 from plimsoll_engine.memory_estimate import check_weights_fit
@@ -38,6 +39,7 @@ from plimsoll_engine.models.backends import (
 )
 from plimsoll_engine.models.config import DTYPES, LayerAttention
 from plimsoll_engine.models.source import load_failure, resolve_model
+from plimsoll_engine.models.tokenizer import load_tokenizer
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.profile_step import build_profile_step
 from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
@@ -60,6 +62,7 @@ class ModelRunner:
         self._kind = device_kind
         self._group = group or LoneRank()
         self._sampler = Sampler(config.seed)
+        self._matchers = GrammarMatchers(lambda: load_tokenizer(config), 2 * config.max_num_seqs)
         self._device: Device = open_device(device_kind, config, self._group.rank)
         self._model: ServedModel | None = None
         self._decoder: Backend | None = None
@@ -236,6 +239,7 @@ class ModelRunner:
         tokens: dict[str, int] = {}
         logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
         prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]] = {}
+        errors: dict[str, str] = {}
         for rows in self._passes(wanted_rows(batch)):
             index = torch.tensor([wanted.row for wanted in rows], device=hidden.device)
             logits = self.decoder.logits(hidden[index])
@@ -243,9 +247,9 @@ class ModelRunner:
             if logits is None:
                 continue
             self._read_prompt_rows(rows, logits, prompt_logprobs)
-            self._sample_rows(rows, logits, tokens, logprobs)
+            self._sample_rows(rows, logits, tokens, logprobs, errors)
         return [
-            _sampled(chunk, tokens, logprobs, prompt_logprobs)
+            _sampled(chunk, tokens, logprobs, prompt_logprobs, errors)
             for chunk in batch.chunks
             if chunk.request_id in tokens or chunk.request_id in prompt_logprobs
         ]
@@ -277,6 +281,7 @@ class ModelRunner:
         logits: torch.Tensor,
         tokens: dict[str, int],
         logprobs: dict[str, tuple[TokenLogprob, ...]],
+        errors: dict[str, str],
     ) -> None:
         places = [place for place, wanted in enumerate(rows) if wanted.next_token is None]
         if not places:
@@ -289,6 +294,8 @@ class ModelRunner:
         logits = _select(logits, places)
         # Log-probabilities are those of the model, before bias and penalties change the rows.
         untouched = logits[telling] if telling else None
+        failed = self._matchers.constrain(logits, requests)
+        errors |= {chunks[place].request_id: error for place, error in failed.items()}
         chosen = self._sampler.choose(logits, requests)
         for chunk, token in zip(chunks, chosen, strict=True):
             tokens[chunk.request_id] = token
@@ -331,7 +338,9 @@ def _select(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _row_request(chunk: SequenceChunk) -> RowRequest:
     assert chunk.sampling is not None
-    return RowRequest(chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids)
+    return RowRequest(
+        chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids, chunk.request_id
+    )
 
 
 def _sampled(
@@ -339,12 +348,14 @@ def _sampled(
     tokens: dict[str, int],
     logprobs: dict[str, tuple[TokenLogprob, ...]],
     prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]],
+    errors: dict[str, str],
 ) -> SampledToken:
     return SampledToken(
         request_id=chunk.request_id,
         token_id=tokens.get(chunk.request_id),
         logprobs=logprobs.get(chunk.request_id, ()),
         prompt_logprobs=tuple(prompt_logprobs.get(chunk.request_id, ())),
+        error=errors.get(chunk.request_id),
     )
 
 

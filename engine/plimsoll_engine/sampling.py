@@ -27,6 +27,8 @@ class RowRequest:
     output_token_ids: tuple[int, ...] = ()
     # Needed with a repetition penalty alone.
     prompt_token_ids: tuple[int, ...] = ()
+    # Needed with a grammar alone.
+    request_id: str = ""
 
 
 class Sampler:
@@ -73,7 +75,8 @@ def _apply_constraints(row: torch.Tensor, request: RowRequest) -> None:
         )
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
     # Last: no arithmetic makes a forbidden token possible again.
-    if len(request.output_token_ids) < params.min_tokens:
+    # A grammar says itself where the end is: where nothing but an end may follow, it does.
+    if len(request.output_token_ids) < params.min_tokens and params.grammar is None:
         ends = sorted(params.eos_token_ids | params.stop_token_ids)
         if ends:
             row[torch.tensor(ends, device=row.device)] = float("-inf")

@@ -34,6 +34,8 @@ class SamplingParams:
     # None: none wanted; 0: the chosen token's alone.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # What the output must follow, as ``grammar`` reads it; None: any text.
+    grammar: str | None = None
 
     @property
     def greedy(self) -> bool:

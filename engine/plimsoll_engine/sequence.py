@@ -129,6 +129,7 @@ def build_chunk(sequence: Sequence, start: int, count: int) -> SequenceChunk:
 def _needs_outputs(params: SamplingParams) -> bool:
     return (
         params.min_tokens > 0
+        or params.grammar is not None
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or params.repetition_penalty != 1.0

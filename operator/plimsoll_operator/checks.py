@@ -60,6 +60,8 @@ class View:
     stall: Violation | None
     now: float
     missing_since: float | None = None
+    # What the rollout waits for, in words.
+    rollout: str = ""
 
     @property
     def wanted(self) -> int:
@@ -184,8 +186,9 @@ def _progressing(view: View) -> Verdict:
     ready = sum(pod.ready for pod in view.rolled)
     counted = f"{ready} of {view.wanted} replicas serve the wanted revision"
     deadline, idle = view.observed.deployment.progress_deadline, view.now - _progressed_at(view)
-    if idle <= deadline:
-        return Verdict("Progressing", Status.TRUE, "RollingOut", counted)
+    if idle <= deadline + view.observed.deployment.soak:
+        message = f"{counted}; {view.rollout}" if view.rollout else counted
+        return Verdict("Progressing", Status.TRUE, "RollingOut", message)
     trouble = _trouble(view) or _unready(view)
     message = f"no progress for more than {deadline:g} s: {trouble.message}; {counted}"
     return Verdict("Progressing", Status.FALSE, "ProgressDeadlineExceeded", message)

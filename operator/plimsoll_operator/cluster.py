@@ -26,6 +26,7 @@ from plimsoll_operator.resources import (
     MEMORY_ADVISOR,
     MEMORY_PROFILE,
     NETWORK_POLICY,
+    NODE,
     POD,
     REPORTED,
     SECRET,
@@ -46,6 +47,7 @@ __all__ = [
     "MEMORY_ADVISOR",
     "MEMORY_PROFILE",
     "NETWORK_POLICY",
+    "NODE",
     "POD",
     "REPORTED",
     "SECRET",
@@ -125,6 +127,12 @@ class Cluster:
         items: list[Json] = (await self._request("GET", resource.path(namespace), query=query))[
             "items"
         ]
+        return items
+
+    async def find_everywhere(self, resource: Resource, field_selector: str = "") -> list[Json]:
+        """In every namespace. Raises ApiError 403 where the operator may not."""
+        query = [("fieldSelector", field_selector)] if field_selector else []
+        items: list[Json] = (await self._request("GET", resource.path_of_all, query=query))["items"]
         return items
 
     async def apply(self, body: Json) -> Json:

@@ -13,6 +13,8 @@ import aiohttp
 
 from plimsoll_operator.control import control_address, set_limits
 from plimsoll_operator.observed import Credentials, Pod
+from plimsoll_operator.plan.canary import Probe
+from plimsoll_operator.probe import Probes
 from plimsoll_operator.scrape import scrape
 from plimsoll_operator.spec import Deployment
 from plimsoll_operator.tuning.values import EngineReading, Limits, LimitsOutcome, Unknown
@@ -29,6 +31,11 @@ class Engines(Protocol):
     ) -> dict[str, LimitsOutcome]:
         """By pod name; pods without an address are left out."""
 
+    def probe(
+        self, deployment: Deployment, pod: Pod, *, tokens: int, api_key: str | None
+    ) -> Probe | None:
+        """Sends the pod a prompt of that length, or asks what became of it; None while it runs."""
+
 
 class RemoteEngines:
     """The engines in the cluster's pods. Holds an HTTP session: ``close`` when done; needs a
@@ -36,8 +43,10 @@ class RemoteEngines:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession()
+        self._probes = Probes(self._session)
 
     async def close(self) -> None:
+        await self._probes.stop()
         await self._session.close()
 
     async def read(
@@ -58,3 +67,10 @@ class RemoteEngines:
             if pod.ip is not None
         ]
         return {outcome.pod: outcome for outcome in await asyncio.gather(*calls)}
+
+    def probe(
+        self, deployment: Deployment, pod: Pod, *, tokens: int, api_key: str | None
+    ) -> Probe | None:
+        if pod.ip is None:
+            return None
+        return self._probes.ask(deployment, pod, tokens=tokens, api_key=api_key)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import dataclass
 from datetime import datetime
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator import names
-from plimsoll_operator.cluster import Cluster, Resource
+from plimsoll_operator.cluster import ApiError, Cluster, Resource
 from plimsoll_operator.credentials import are_usable
 from plimsoll_operator.observed import (
     Container,
@@ -23,7 +24,8 @@ from plimsoll_operator.observed import (
     StatefulSet,
     Termination,
 )
-from plimsoll_operator.spec import Deployment
+from plimsoll_operator.plan.capacity import find_room
+from plimsoll_operator.spec import Deployment, RolloutType
 from plimsoll_operator.tuning.profile import profile_key
 
 
@@ -67,17 +69,50 @@ async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observ
     )
 
 
+@dataclass(frozen=True)
+class Spare:
+    """Whether one more replica fits now, and why it is thought so."""
+
+    fits: bool
+    reason: str
+
+
+async def observe_spare(cluster: Cluster, deployment: Deployment, template: Json) -> Spare:
+    """For a rollout of type Auto that begins. Nodes are read then alone; on CPU nothing is counted that
+    one could be sure of."""
+    kind = deployment.rollout_type
+    if kind is not RolloutType.AUTO:
+        return Spare(False, f"spec.rollout.type is {kind}")
+    if deployment.accelerator is None:
+        return Spare(False, "on CPU a surge is made with spec.rollout.type SurgeFirst alone")
+    what = f"{deployment.tensor_parallel_size} x {deployment.accelerator}"
+    try:
+        nodes, pods = await asyncio.gather(
+            cluster.find_everywhere(api.NODE),
+            cluster.find_everywhere(api.POD, "status.phase!=Succeeded,status.phase!=Failed"),
+        )
+    except ApiError as error:
+        if error.status != 403:
+            raise
+        return Spare(False, f"the nodes may not be read, so nobody knows of {what} to spare")
+    node = find_room(nodes, pods, template)
+    if node is None:
+        return Spare(False, f"no node has {what} to spare")
+    return Spare(True, f"node {node} has {what} to spare")
+
+
 def read_statefulset(body: Json) -> StatefulSet:
     spec, status = body["spec"], body.get("status", {})
-    strategy = spec.get("updateStrategy", {}).get("rollingUpdate", {})
+    update = spec.get("updateStrategy", {})
     return StatefulSet(
         replicas=spec.get("replicas", 1),
-        partition=strategy.get("partition", 0),
+        partition=update.get("rollingUpdate", {}).get("partition", 0),
         generation=body["metadata"]["generation"],
         observed_generation=status.get("observedGeneration", 0),
         current_revision=status.get("currentRevision", ""),
         update_revision=status.get("updateRevision", ""),
         template_hash=body["metadata"].get("annotations", {}).get(names.TEMPLATE_ANNOTATION),
+        on_delete=update.get("type") == "OnDelete",
     )
 
 
@@ -165,6 +200,14 @@ def read_credentials(secret: Json) -> Credentials | None:
         return None
     found = Credentials(certificate, key, token)
     return found if are_usable(found) else None
+
+
+def read_key(secret: Json, key: str) -> str | None:
+    """One value of a Secret; None where it is missing or no text."""
+    try:
+        return base64.b64decode((secret.get("data") or {})[key], validate=True).decode().strip()
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _controlled_by(pod: Json, statefulset: Json | None) -> bool:

@@ -51,6 +51,16 @@ _STATUS_SHAPE = shape.record(
         "revision": shape.record(
             {"lastKnownGood": shape.text, "blocked": shape.list_of(shape.text)}
         ),
+        "rollout": shape.record(
+            {
+                "step": shape.text,
+                "message": shape.text,
+                "strategy": shape.text,
+                "strategyReason": shape.text,
+                "proven": shape.text,
+                "canary": shape.record({"pod": shape.text}),
+            }
+        ),
         "load": shape.record({"time": shape.time}),
         "tuning": shape.record({}),
         "oom": shape.record({}),
@@ -140,6 +150,8 @@ class StatefulSet:
     current_revision: str
     update_revision: str
     template_hash: str | None = None
+    # The controller replaces nothing by itself; what is deleted comes back with the template.
+    on_delete: bool = False
 
 
 @dataclass(frozen=True)

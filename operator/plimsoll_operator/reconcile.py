@@ -27,11 +27,14 @@ from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired.rollout import Rollout, build_rollout
 from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
 from plimsoll_operator.engines import Engines
-from plimsoll_operator.observe import observe
+from plimsoll_operator.observe import observe, observe_spare
 from plimsoll_operator.observed import Json, Observed, Pod
-from plimsoll_operator.plan import next_step
+from plimsoll_operator.plan import StepReason, next_step
+from plimsoll_operator.plan.canary import Probe, judge_canary
+from plimsoll_operator.probing import ask
 from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.telemetry import Standing
@@ -71,6 +74,7 @@ class Carried:
     missing_since: float | None = None
     reported: Reported | None = None
     fruitless: Mapping[ChildKey, Fruitless] = field(default_factory=dict)
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,23 @@ async def reconcile(
     # 3. Plan.
     blocked = stall.recorded_give_up(observed, applied=applied)
     try_at = stall.next_try(observed, blocked, failures, now)
+    spare = (
+        await observe_spare(cluster, deployment, template)
+        if observed.statefulset is not None and not applied
+        else None
+    )
+    canary, proven = None, stall.is_proven(observed)
+    probe = None if carried is None else carried.probe
+    if applied and blocked is None and not proven and stall.is_rolling(observed):
+        canary = judge_canary(observed, failures=failures, readings=readings, probe=probe, now=now)
+        proven = canary is not None and canary.proven
     step = next_step(
         observed,
         given_up=blocked is not None,
         try_again=try_at is not None and try_at <= now,
+        applied=applied,
+        proven=proven,
+        spare=spare is not None and spare.fits,
     )
 
     # 4. Build. What the runtime reads at its start alone is no limit to be sent.
@@ -170,17 +187,25 @@ async def reconcile(
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
 
     # 6. Check and report.
-    give_up = (
-        None
-        if decision.give_up is None
-        else Violation(decision.give_up.reason, decision.give_up.message)
-    )
+    give_up = None if canary is None else canary.failure
+    if decision.give_up is not None:
+        give_up = Violation(decision.give_up.reason, decision.give_up.message)
     stalled = stall.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
-    shown = stalled and stall.explain(
-        stalled,
-        try_at=stall.next_try(observed, stalled, failures, now),
-        room=step.partition < deployment.replicas,
-        now=now,
+    shown = stalled and stall.tell(
+        stalled, observed, failures, refused=bool(refusals), partition=step.partition, now=now
+    )
+    if canary is not None and canary.probe_tokens is not None and stalled is None:
+        probe = await ask(cluster, engines, deployment, canary, probe)
+    statefulset = observed.statefulset
+    rollout = build_rollout(
+        observed,
+        Rollout(
+            step,
+            canary,
+            probe,
+            None if spare is None else spare.reason,
+            statefulset.update_revision if statefulset is not None and proven else None,
+        ),
     )
     missing_since = checks.missing_since(
         observed, None if carried is None else carried.missing_since, now
@@ -192,6 +217,7 @@ async def reconcile(
         stall=shown,
         now=now,
         missing_since=missing_since,
+        rollout=rollout["message"] if step.reason is StepReason.CANARY else "",
     )
     status = build_status(
         Report(
@@ -203,6 +229,7 @@ async def reconcile(
             source=None if decision.unconfirmed else decision.source,
             recorded=record_tuning(decision),
             given_up=stalled is not None and stalled == give_up,
+            rollout=rollout,
         )
     )
     events = decision.events
@@ -220,7 +247,7 @@ async def reconcile(
         )
     names_now = {pod.name for pod in serving}
     kept = {pod: outcome for pod, outcome in outcomes.items() if pod in names_now}
-    carry = Carried(decision.state, kept, missing_since, reported, written.fruitless)
+    carry = Carried(decision.state, kept, missing_since, reported, written.fruitless, probe)
     read_all = all(isinstance(reading, EngineReading) for reading in readings.values())
     standing = Standing(
         tuple(status["conditions"]),

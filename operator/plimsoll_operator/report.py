@@ -14,6 +14,7 @@ from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import apply_status, record_event
 from plimsoll_operator.cluster import Cluster, Resource
 from plimsoll_operator.desired.events import build_events
+from plimsoll_operator.desired.rollout import rollout_events
 from plimsoll_operator.desired.status import build_failed_status, is_due, with_emptied_lists
 from plimsoll_operator.observed import Json, read_status
 from plimsoll_operator.tuning.values import Event
@@ -49,7 +50,9 @@ async def report(
     if is_due(last.sent if last is not None and untouched else previous, status, now):
         answered = await apply_status(cluster, resource, with_emptied_lists(status, previous))
         last = Reported(status, answered)
-        events = (*events, *build_events(read_status(resource), status))
+        before = read_status(resource)
+        turns = rollout_events(before.get("rollout", {}), status.get("rollout", {}))
+        events = (*events, *turns, *build_events(before, status))
     for event in events:
         # The same in the operator's log, for who has no cluster at hand: decisions, failures, changes.
         level = logging.WARNING if event.warning else logging.INFO

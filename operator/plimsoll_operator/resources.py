@@ -17,6 +17,12 @@ class Resource:
     kind: str
     plural: str
 
+    @property
+    def path_of_all(self) -> str:
+        """Of every namespace, and of what is in none."""
+        root = "/api/" if "/" not in self.api_version else "/apis/"
+        return f"{root}{self.api_version}/{self.plural}"
+
     def path(self, namespace: str, name: str | None = None, subresource: str | None = None) -> str:
         root = "/api/" if "/" not in self.api_version else "/apis/"
         parts = [f"{root}{self.api_version}", "namespaces", namespace, self.plural]
@@ -24,6 +30,7 @@ class Resource:
 
 
 POD = Resource("v1", "Pod", "pods")
+NODE = Resource("v1", "Node", "nodes")
 SERVICE = Resource("v1", "Service", "services")
 SECRET = Resource("v1", "Secret", "secrets")
 CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")

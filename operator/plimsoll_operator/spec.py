@@ -50,6 +50,20 @@ class TuningMode(StrEnum):
     HOLD = "Hold"
 
 
+class RolloutType(StrEnum):
+    AUTO = "Auto"
+    DELETE_FIRST = "DeleteFirst"
+    SURGE_FIRST = "SurgeFirst"
+
+
+class CanaryMode(StrEnum):
+    """What the first replica of a new template has to do before the others follow."""
+
+    PROBE = "Probe"
+    SOAK = "Soak"
+    OFF = "Off"
+
+
 @dataclass(frozen=True)
 class KeyRef:
     """One key of a Secret in the deployment's namespace."""
@@ -146,6 +160,8 @@ class Deployment:
     runtime: RuntimeName = RuntimeName.PLIMSOLL
     # As the spec has it; None: the image's tag may say it.
     runtime_version: str | None = None
+    rollout_type: RolloutType = RolloutType.AUTO
+    canary: CanaryMode = CanaryMode.PROBE
 
     @property
     def on_cpu(self) -> bool:
@@ -192,6 +208,8 @@ class Deployment:
             ),
             runtime=RuntimeName(spec.get("runtime", {}).get("name", RuntimeName.PLIMSOLL)),
             runtime_version=spec.get("runtime", {}).get("version"),
+            rollout_type=RolloutType(rollout.get("type", RolloutType.AUTO)),
+            canary=CanaryMode(rollout.get("canary", CanaryMode.PROBE)),
         )
 
 

@@ -14,11 +14,14 @@ from datetime import datetime
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.desired.status import timestamp
 from plimsoll_operator.observed import Json, Observed
-from plimsoll_operator.plan import retry
+from plimsoll_operator.plan import can_roll_back, retry
+from plimsoll_operator.plan.canary import PROBE_FAILED
+from plimsoll_operator.spec import CanaryMode
 from plimsoll_operator.tuning.values import Failure, FailureClass, Status
 
 # What follows in a message is about the next try and no part of the cause.
 _TRIED_AGAIN = "; tried again "
+_ROLLED_BACK = "; rolled back to "
 
 
 def find_stall(
@@ -50,8 +53,9 @@ def recorded_give_up(observed: Observed, *, applied: bool) -> Violation | None:
     stalled = _stalled(observed)
     if stalled is None:
         return None
-    if stalled["reason"] in tuple(FailureClass):
-        return Violation(stalled["reason"], stalled["message"].partition(_TRIED_AGAIN)[0])
+    if stalled["reason"] in (*FailureClass, PROBE_FAILED):
+        cause = stalled["message"].partition(_TRIED_AGAIN)[0].partition(_ROLLED_BACK)[0]
+        return Violation(stalled["reason"], cause)
     # A refusal, or a spec that could not be read, stood there meanwhile. It lifts no block.
     last = observed.status.get("failures", {}).get("last", {})
     return Violation(
@@ -64,7 +68,7 @@ def recorded_give_up(observed: Observed, *, applied: bool) -> Violation | None:
 
 def may_give_up(observed: Observed) -> bool:
     """Not on a template that has worked before, nor on one that works in some pod: then the
-    template is not what is broken."""
+    template is not what is broken. A canary works when it has been proven."""
     statefulset = observed.statefulset
     if statefulset is None or statefulset.observed_generation < statefulset.generation:
         return False
@@ -75,17 +79,26 @@ def _has_worked(observed: Observed) -> bool:
     statefulset = observed.statefulset
     assert statefulset is not None
     good = observed.status.get("revision", {}).get("lastKnownGood")
-    return good == statefulset.update_revision or any(
-        pod.ready and pod.revision == statefulset.update_revision for pod in observed.pods
-    )
+    if good == statefulset.update_revision:
+        return True
+    if observed.deployment.canary is not CanaryMode.OFF and can_roll_back(observed):
+        return is_proven(observed)
+    return any(pod.ready and pod.revision == statefulset.update_revision for pod in observed.pods)
+
+
+def is_proven(observed: Observed) -> bool:
+    """The canary of the template in the cluster was found to work, by status."""
+    statefulset = observed.statefulset
+    proven = observed.status.get("rollout", {}).get("proven")
+    return statefulset is not None and proven == statefulset.update_revision
 
 
 def next_try(
     observed: Observed, stall: Violation | None, failures: Iterable[Failure], now: float
 ) -> float | None:
     """When the blocked template gets one more start; a time that has passed means that the try is
-    due or runs. None: not without another template."""
-    if stall is None:
+    due or runs. None: not without another template, and not in the place of a pod that serves."""
+    if stall is None or can_roll_back(observed):
         return None
     stalled, last = _stalled(observed), observed.status.get("failures", {}).get("last")
     deaths = [failure.at for failure in failures if failure.at is not None]
@@ -96,6 +109,44 @@ def next_try(
         stalled_at=now if stalled is None else _seconds(stalled["lastTransitionTime"]),
         died_at=max(deaths, default=0.0),
     )
+
+
+def is_rolling(observed: Observed) -> bool:
+    """The controller has seen the template, and not every pod has had it."""
+    statefulset = observed.statefulset
+    return (
+        statefulset is not None
+        and observed.deployment.canary is not CanaryMode.OFF
+        and statefulset.observed_generation >= statefulset.generation
+        and statefulset.current_revision != statefulset.update_revision
+    )
+
+
+def tell(
+    stalled: Violation,
+    observed: Observed,
+    failures: Iterable[Failure],
+    *,
+    refused: bool,
+    partition: int,
+    now: float,
+) -> Violation:
+    """The stall with what becomes of it by itself; ``refused``: it is the server that says no."""
+    statefulset = observed.statefulset
+    if statefulset is not None and not refused and can_roll_back(observed):
+        return explain_rollback(stalled, statefulset.current_revision)
+    return explain(
+        stalled,
+        try_at=next_try(observed, stalled, failures, now),
+        room=partition < observed.deployment.replicas,
+        now=now,
+    )
+
+
+def explain_rollback(stall: Violation, revision: str) -> Violation:
+    """The stall with what was done about it."""
+    note = f"{_ROLLED_BACK}{revision} until the pod template is changed"
+    return replace(stall, message=f"{stall.message}{note}")
 
 
 def explain(stall: Violation, *, try_at: float | None, room: bool, now: float) -> Violation:

@@ -137,7 +137,8 @@ def changed(path: str, value: object) -> Json:
             changed("tuning.objectives.timePerOutputToken", "fast"),
             ["spec.tuning.objectives.timePerOutputToken is fast", "a duration"],
         ),
-        (changed("rollout.type", "SurgeFirst"), ["spec.rollout.type", "SurgeFirst", "DeleteFirst"]),
+        (changed("rollout.type", "Recreate"), ["spec.rollout.type", "Recreate", "SurgeFirst"]),
+        (changed("rollout.canary", "Maybe"), ["spec.rollout.canary", "Maybe", "Probe"]),
         (changed("rollout.soak", "2h"), ["spec.rollout.soak is 2h", "0s to 1h"]),
         (changed("rollout.progressDeadline", "0s"), ["progressDeadline is 0s", "1s to 24h"]),
         (changed("drain", "60"), ["spec.drain is 60", "0s to 1h"]),
@@ -234,7 +235,12 @@ async def test_the_whole_documented_spec_is_accepted(server: ApiServer) -> None:
                 "maxRestartsPerDay": 4,
                 "objectives": {"timeToFirstToken": "2s", "timePerOutputToken": "200ms"},
             },
-            "rollout": {"type": "Auto", "soak": "2m", "progressDeadline": "30m"},
+            "rollout": {
+                "type": "Auto",
+                "canary": "Probe",
+                "soak": "2m",
+                "progressDeadline": "30m",
+            },
             "drain": "60s",
             "resources": {"limits": {"memory": "8Gi", "cpu": 2}, "requests": {"cpu": "500m"}},
             "podTemplate": {

@@ -10,6 +10,7 @@ from plimsoll_operator import checks
 from plimsoll_operator import cluster as api
 from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.plan import retry
+from plimsoll_operator.plan.canary import ProbeOutcome
 from support.apiserver import ApiServer, ScriptedEngines, condition_of, operator_in_process, until
 from support.kubelet import (
     FakeKubelet,
@@ -605,66 +606,121 @@ async def test_a_first_template_that_cannot_work_is_stopped_with_its_reason(
         await server.wait_for("Stalled", "False")
 
 
-async def test_a_later_template_that_cannot_work_leaves_the_old_pods_serving(
+async def revisions(server: ApiServer) -> dict[str, str]:
+    """Which template every pod has that is not going away."""
+    return {
+        pod["metadata"]["name"]: pod["metadata"]["labels"]["controller-revision-hash"]
+        for pod in await server.pods()
+        if "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+async def test_a_later_template_that_cannot_work_is_rolled_back(
     server: ApiServer, kubelet: FakeKubelet
 ) -> None:
     kubelet.set(crashed(1, MISSING_MODEL), "plimsoll/engine:bad")
     async with server.operator():
         await server.create_deployment(replicas=2)
         await server.wait_for("Ready", within=60)
-        old = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        old = await revisions(server)
 
         await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:bad"}}})
-        await server.wait_for("Stalled", within=60)
+        stalled = await server.wait_for("Stalled", reason="ModelTooLarge", within=60)
 
-        async def only_the_old_one() -> bool:
-            pods = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
-            return pods == {"assistant-0": old["assistant-0"]}
+        async def back() -> bool:
+            return await revisions(server) == old
 
-        await until(only_the_old_one, 20)
+        await until(back, 20)
         await asyncio.sleep(5)
-        assert await only_the_old_one()
-        assert condition_of(await server.deployment(), "Available")["status"] == "True"
+        assert await back()
+        kept = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        assert kept["assistant-0"] == uids["assistant-0"], "the other replica served throughout"
+        resource = await server.deployment()
+        assert "2 of 2 replicas serve" in condition_of(resource, "Available")["message"]
+        assert f"rolled back to {old['assistant-0']}" in stalled["message"]
+        status = resource["status"]
+        assert status["rollout"]["step"] == "RolledBack"
+        assert status["revision"]["lastKnownGood"] == old["assistant-0"]
+        assert status["revision"]["blocked"] == [status["revision"]["updated"]]
+        events = [event["reason"] for event in await server.events()]
+        assert (events.count("RolledBack"), events.count("ModelTooLarge")) == (1, 1)
 
-        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:good"}}})
-        await server.wait_for("Ready", within=60)
-        assert list((await pod_images(server)).values()) == ["plimsoll/engine:good"] * 2
-
-
-async def test_while_a_template_is_blocked_no_other_edit_costs_a_pod_that_serves(
-    server: ApiServer, kubelet: FakeKubelet
-) -> None:
-    kubelet.set(crashed(1, MISSING_MODEL), "plimsoll/engine:bad")
-    async with server.operator():
-        await server.create_deployment(replicas=3)
-        await server.wait_for("Ready", within=60)
-        old = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
-        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:bad"}}})
-        stalled = await server.wait_for("Stalled", within=60)
-
+        # Whatever else is edited, pods have the template that works; another template is tried.
         edits: list[tuple[Json, int]] = [
             ({"tuning": {"mode": "Hold"}}, 2),
-            ({"replicas": 4}, 2),
-            ({"replicas": 2}, 2),
-            ({"tuning": {"mode": "Auto"}, "replicas": 1}, 1),
+            ({"replicas": 3}, 3),
+            ({"replicas": 1, "tuning": {"mode": "Auto"}}, 1),
         ]
-        for edit, left in edits:
+        for edit, count in edits:
             await server.merge({"spec": edit})
 
-            async def kept(left: int = left) -> bool:
-                return sorted(await pod_images(server)) == [f"assistant-{n}" for n in range(left)]
+            async def followed(count: int = count) -> bool:
+                return sorted((await pod_images(server)).values()) == [IMAGE] * count
 
-            await until(kept, 20)
-            await asyncio.sleep(3)
-            assert await kept()
-            for pod in await server.pods():
-                assert pod["metadata"]["uid"] == old[pod["metadata"]["name"]]
+            await until(followed, 20)
+            await asyncio.sleep(2)
+            assert await followed()
+            assert (await server.pods())[0]["metadata"]["uid"] == uids["assistant-0"]
             assert (await server.wait_for("Stalled"))["message"] == stalled["message"]
-            assert condition_of(await server.deployment(), "Available")["status"] == "True"
-
         await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:good"}}})
         await server.wait_for("Ready", within=60)
         assert list((await pod_images(server)).values()) == ["plimsoll/engine:good"]
+        await server.wait_for("Stalled", "False")
+
+
+async def test_a_canary_answers_and_soaks_before_the_others_follow(
+    server: ApiServer, kubelet: FakeKubelet
+) -> None:
+    engines = ScriptedEngines()
+    async with operator_in_process(server, engines):
+        await server.create_deployment(
+            replicas=3, engine={"maxModelLen": 2048}, rollout={"soak": "3s"}
+        )
+        await server.wait_for("Ready", within=60)
+        engines.probe_outcome = ProbeOutcome.BUSY
+
+        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:next"}}})
+        message = "gets a prompt of 2044 tokens again, after: a scripted answer"
+
+        async def asked() -> bool:
+            return message in condition_of(await server.deployment(), "Progressing")["message"]
+
+        await until(asked, 30)
+        await asyncio.sleep(5)
+        canary = {"assistant-0": IMAGE, "assistant-1": IMAGE, "assistant-2": "plimsoll/engine:next"}
+        assert await pod_images(server) == canary
+        uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        assert {uid for uid, _ in engines.probed} == {uids["assistant-2"]}
+
+        engines.probe_outcome = ProbeOutcome.PASSED
+        await server.wait_for("Ready", within=60)
+        status = (await server.deployment())["status"]
+        rollout, revision = status["rollout"], status["revision"]
+        assert rollout["canary"] == {
+            "pod": "assistant-2",
+            "probe": "Passed",
+            "promptTokens": 2044,
+            "message": "a scripted answer",
+            "time": rollout["canary"]["time"],
+        }
+        assert rollout["proven"] == revision["lastKnownGood"] == revision["updated"]
+        events = [event["reason"] for event in await server.events()]
+        assert (events.count("CanaryStarted"), events.count("CanaryProven")) == (1, 1)
+
+        # An answer that fails twice takes the template back, though its pod looks healthy.
+        engines.probe_outcome = ProbeOutcome.FAILED
+        good = await revisions(server)
+        await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:worse"}}})
+        await server.wait_for("Stalled", reason="CanaryProbeFailed", within=60)
+
+        async def back() -> bool:
+            return await revisions(server) == good
+
+        await until(back, 20)
+        await asyncio.sleep(3)
+        assert await back()
+        assert condition_of(await server.deployment(), "Stalled")["status"] == "True"
 
 
 NO_FOLDER = (
@@ -673,24 +729,14 @@ NO_FOLDER = (
 )
 
 
-@pytest.mark.parametrize("served_before", [False, True])
 async def test_a_cause_outside_the_spec_is_cured_without_an_edit(
-    server: ApiServer,
-    kubelet: FakeKubelet,
-    monkeypatch: pytest.MonkeyPatch,
-    served_before: bool,
+    server: ApiServer, kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", 8.0)
     bad = "plimsoll/engine:bad"
     kubelet.set(crashed(1, NO_FOLDER), bad)
     async with operator_in_process(server, ScriptedEngines()):
-        if served_before:
-            await server.create_deployment(replicas=2)
-            await server.wait_for("Ready", within=60)
-            await server.merge({"spec": {"runtime": {"image": bad}}})
-        else:
-            await server.create_deployment(replicas=2, runtime={"image": bad})
-        first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await server.pods()}
+        await server.create_deployment(replicas=2, runtime={"image": bad})
         for restarts in range(2, 12):
             await asyncio.sleep(1.5)
             if condition_of(await server.deployment(), "Stalled").get("status") == "True":
@@ -699,20 +745,17 @@ async def test_a_cause_outside_the_spec_is_cured_without_an_edit(
         stalled = await server.wait_for("Stalled")
         assert stalled["reason"] == "ModelLoadFailed"
         assert "tried again at" in stalled["message"]
-        kept = ["assistant-0"] if served_before else []
 
         async def cut() -> bool:
-            return [pod["metadata"]["name"] for pod in await server.pods()] == kept
+            return await server.pods() == []
 
         async def tried() -> bool:
-            return len(await server.pods()) == len(kept) + 1
+            return len(await server.pods()) == 1
 
         await until(cut, 7)
         await until(tried, 20)
         await until(cut, 20)
         assert condition_of(await server.deployment(), "Stalled")["status"] == "True"
-        if served_before:
-            assert (await server.pods())[0]["metadata"]["uid"] == first["assistant-0"]
 
         kubelet.set(running, bad)
         await server.wait_for("Stalled", "False", within=60)

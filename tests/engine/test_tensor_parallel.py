@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import llguidance
 import pytest
 
 from plimsoll_engine.config import DeviceType, EngineConfig
@@ -19,11 +20,16 @@ from plimsoll_engine.parallel.shard import allowed_sizes, check_size, divide
 from plimsoll_engine.runner import build_executor
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.termination import EngineFailure, FailureClass
+from support.engine_server import byte_tokenizer
 from support.greedy_loop import generate
 from support.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
-PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (3, 40)]
+DIGITS = SamplingParams(
+    max_tokens=8, temperature=0.0, grammar=llguidance.LLMatcher.grammar_from_regex("[0-9]{8}")
+)
+PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (3, 40, 5)]
+PARAMS = [GREEDY, GREEDY, DIGITS]
 # Case B15: model X has 8 query and 2 KV heads, model Y 9 and 3. Neither inner width nor vocabulary
 # divides by nine.
 MODELS = {"x": FAMILIES["llama-tied-biased"], "y": FAMILIES["llama-9-3"]}
@@ -31,10 +37,13 @@ MODELS = {"x": FAMILIES["llama-tied-biased"], "y": FAMILIES["llama-9-3"]}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
+    folders = {
         name: save_tiny_model(config, tmp_path_factory.mktemp(name))
         for name, config in MODELS.items()
     }
+    for folder in folders.values():
+        byte_tokenizer().save_pretrained(folder)
+    return folders
 
 
 def config_of(model: Path, size: int) -> EngineConfig:
@@ -54,7 +63,8 @@ def test_b15_every_allowed_size_gives_the_tokens_of_size_one(
 ) -> None:
     lone = ModelRunner(config_of(models[name], 1), "cpu")
     limits = lone.load()
-    expected = generate(lone, PROMPTS, GREEDY, block_size=16, budget=24)
+    expected = generate(lone, PROMPTS, PARAMS, block_size=16, budget=24)
+    assert bytes(expected[-1].token_ids).isdigit()
     whole_block = lone.cache.layout.bytes_per_block
     assert allowed_sizes(limits.num_attention_heads, limits.num_kv_heads) == (1, *sizes)
     for size in sizes:
@@ -62,7 +72,7 @@ def test_b15_every_allowed_size_gives_the_tokens_of_size_one(
         try:
             assert executor.load() == limits
             figures = executor.profile(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=128)
-            results = generate(executor, PROMPTS, GREEDY, block_size=16, budget=24)
+            results = generate(executor, PROMPTS, PARAMS, block_size=16, budget=24)
         finally:
             executor.shutdown()
         assert [r.token_ids for r in results] == [r.token_ids for r in expected]

@@ -30,10 +30,8 @@ ROLLING = statefulset(replicas=2, current="old", update="new")
         (statefulset(replicas=2), (new(0), new(1)), StepReason.SETTLED, []),
         # a crash of a pod with the wanted template is the kubelet's to restart
         (statefulset(), (new(0, ready=False, waiting=CRASHING),), StepReason.SETTLED, []),
-        # healthy old pods wait for their turn
-        (ROLLING, (old(0), old(1)), StepReason.ROLLING, []),
-        # an old pod that is only starting waits as well
-        (ROLLING, (old(0, ready=False), new(1)), StepReason.ROLLING, []),
+        # an old pod that is away comes back with the new template
+        (ROLLING, (new(1),), StepReason.ROLLING, []),
         # broken old pods never block: crash, image, unschedulable, ended
         (
             ROLLING,
@@ -95,6 +93,11 @@ def test_rollout_steps(
     assert [pod.name for pod in step.replace] == replaced
 
 
+def never_served(ordinal: int) -> Pod:
+    """Of the template before, which did not work either, or nobody knows that it did."""
+    return old(ordinal, ready=False)
+
+
 # Two of three have the old template, and the third could not start with the new one.
 CUT = statefulset(replicas=2, partition=2, current="old", update="new")
 
@@ -106,28 +109,28 @@ CUT = statefulset(replicas=2, partition=2, current="old", update="new")
         (3, statefulset(replicas=2), (new(0, ready=False), new(1, ready=False)), 0),
         # and stays away
         (3, statefulset(replicas=0), (), 0),
-        # a later one does not work: the old pods go on serving, the broken one goes
+        # a later one does not work: the old pods stay, the broken one goes
         (
             3, statefulset(replicas=3, current="old", update="new"),
-            (old(0), old(1), new(2, ready=False)), 2,
+            (never_served(0), never_served(1), new(2, ready=False)), 2,
         ),
         (3, statefulset(replicas=2, current="old", update="new"), (new(0), new(1)), 0),
         # once cut down, an old pod that is away for a moment does not shorten the set
-        (3, CUT, (old(1),), 2),
+        (3, CUT, (never_served(1),), 2),
         # whatever is wanted meanwhile, no kept pod gets the new template
-        (2, CUT, (old(0), old(1)), 2),
-        (1, CUT, (old(0), old(1)), 1),
-        (0, CUT, (old(0), old(1)), 0),
-        (9, CUT, (old(0), old(1)), 2),
+        (2, CUT, (never_served(0), never_served(1)), 2),
+        (1, CUT, (never_served(0), never_served(1)), 1),
+        (0, CUT, (never_served(0), never_served(1)), 0),
+        (9, CUT, (never_served(0), never_served(1)), 2),
         # also when it is wanted before the set was cut down
         (
             1, statefulset(replicas=3, current="old", update="new"),
-            (old(0), old(1), new(2, ready=False)), 1,
+            (never_served(0), never_served(1), new(2, ready=False)), 1,
         ),
         # a try that is over goes, and the kept ones stay
         (
             3, statefulset(replicas=3, partition=2, current="old", update="new"),
-            (old(0), new(2, ready=False)), 2,
+            (never_served(0), new(2, ready=False)), 2,
         ),
         (3, statefulset(replicas=1), (new(0, ready=False, waiting=CRASHING),), 0),
     ],
@@ -151,15 +154,15 @@ def test_a_template_that_was_given_up_keeps_only_older_pods(
         (3, statefulset(replicas=0), (), 1, 0),
         (3, statefulset(replicas=1), (new(0, ready=False),), 1, 0),
         # in the place of the missing replica
-        (3, CUT, (old(0), old(1)), 3, 2),
-        (9, CUT, (old(0), old(1)), 3, 2),
+        (3, CUT, (never_served(0), never_served(1)), 3, 2),
+        (9, CUT, (never_served(0), never_served(1)), 3, 2),
         (
             3, statefulset(replicas=3, partition=2, current="old", update="new"),
-            (old(0), old(1), new(2, ready=False)), 3, 2,
+            (never_served(0), never_served(1), new(2, ready=False)), 3, 2,
         ),
         # never in that of a pod that is kept
-        (2, CUT, (old(0), old(1)), 2, 2),
-        (1, CUT, (old(0), old(1)), 1, 1),
+        (2, CUT, (never_served(0), never_served(1)), 2, 2),
+        (1, CUT, (never_served(0), never_served(1)), 1, 1),
         (0, statefulset(replicas=0), (), 0, 0),
     ],
 )  # fmt: skip
@@ -172,6 +175,50 @@ def test_trying_again_costs_no_kept_pod(
 
     assert (step.replicas, step.partition) == (replicas, partition)
     assert (step.reason is StepReason.TRYING_AGAIN) is (replicas > partition)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "pods", "replaced"),
+    [
+        # the partition comes first: before it stands, a deleted pod would come back as it is
+        (
+            3, statefulset(replicas=3, partition=2, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)), [],
+        ),
+        (
+            3, statefulset(replicas=3, partition=3, current="old", update="new"),
+            (old(0), old(1), new(2, ready=False)), ["assistant-2"],
+        ),
+        # a pod that answers goes as well: its template was found not to work
+        (
+            2, statefulset(replicas=2, partition=2, current="old", update="new"),
+            (old(0), new(1)), ["assistant-1"],
+        ),
+        # nor before the controller has seen it
+        (
+            3, statefulset(
+                replicas=3, partition=3, current="old", update="new",
+                generation=4, observed_generation=3,
+            ),
+            (old(0), old(1), new(2, ready=False)), [],
+        ),
+        # another count is followed with the old template
+        (5, statefulset(replicas=3, partition=3, current="old", update="new"), (old(0),), []),
+        (1, statefulset(replicas=3, partition=3, current="old", update="new"), (old(0),), []),
+        # what an older release had cut down gets its replicas back
+        (3, CUT, (old(0), old(1)), []),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_goes_back_to_the_one_that_served(
+    wanted: int, found: StatefulSet, pods: tuple[Pod, ...], replaced: list[str]
+) -> None:
+    seen = observed(llmdeployment(replicas=wanted), statefulset=found, pods=pods)
+
+    step = next_step(seen, given_up=True, try_again=True)
+
+    assert (step.replicas, step.partition) == (wanted, wanted)
+    assert step.reason is StepReason.ROLLED_BACK
+    assert [pod.name for pod in step.replace] == replaced
 
 
 def test_following_the_count_needs_no_rollout() -> None:

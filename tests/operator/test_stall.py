@@ -87,8 +87,13 @@ DIED = {"last": {"time": time(NOW), "pod": "a-1", "class": "ModelTooLarge", "mes
         (seen(stalled(), old(0), update="newer"), True, None),
         # this one was blocked once, and its second rollout is under way
         (seen(stalled(status="False"), old(0)), True, None),
-        # it serves after all
-        (seen(stalled(), old(0), new(1)), True, None),
+        # it serves after all, and nothing before it did
+        (seen(stalled(), old(0, ready=False), new(1)), True, None),
+        # a canary that answers for a moment is not proven by that
+        (seen(stalled(), old(0), new(1)), True, CAUSE),
+        (seen(stalled(rollout={"proven": "new"}), old(0), new(1)), True, None),
+        # what was done about it is no part of the cause either
+        (seen(stalled(stall.explain_rollback(CAUSE, "old")), old(0)), True, CAUSE),
         (seen(stalled(), old(0), new(1, ready=False)), True, CAUSE),
         (seen(stalled(REFUSED, revision={"lastKnownGood": "new"}), new(0)), True, None),
         (seen({}, old(0)), True, None),

@@ -27,6 +27,7 @@ from plimsoll_operator.cluster import Cluster, Resource
 from plimsoll_operator.controller import Controller, Options
 from plimsoll_operator.engines import Engines
 from plimsoll_operator.observed import Credentials, Pod
+from plimsoll_operator.plan.canary import Probe, ProbeOutcome
 from plimsoll_operator.spec import Deployment
 from plimsoll_operator.tuning.values import (
     EngineReading,
@@ -262,6 +263,8 @@ class ScriptedEngines:
         self.report: Json = report
         self.limits = Limits()
         self.revision = 0
+        self.probe_outcome = ProbeOutcome.PASSED
+        self.probed: list[tuple[str, int]] = []
 
     async def read(
         self, deployment: Deployment, pods: Iterable[Pod]
@@ -291,6 +294,12 @@ class ScriptedEngines:
             pod.name: LimitsOutcome(OutcomeKind.APPLIED, pod.name, revision, effective=limits)
             for pod in pods
         }
+
+    def probe(
+        self, deployment: Deployment, pod: Pod, *, tokens: int, api_key: str | None
+    ) -> Probe | None:
+        self.probed.append((pod.uid, tokens))
+        return Probe(pod.uid, self.probe_outcome, tokens, "a scripted answer", time.time())
 
 
 @contextlib.asynccontextmanager

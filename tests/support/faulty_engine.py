@@ -138,8 +138,7 @@ def main() -> int:
         device_kind(config.device)
         return FaultyDevice(build_executor(config), given.faults, given.fault_seed)
 
-    import plimsoll_engine.core as core
-    import plimsoll_engine.engine_loop as engine_loop
+    from plimsoll_engine import core, engine_loop
 
     core.EngineLoop = CheckedLoop  # type: ignore[misc]
     if given.leak:

@@ -8,6 +8,7 @@ from typing import Any
 
 from plimsoll_operator.cluster import Cluster, Resource
 from plimsoll_operator.observed import Credentials, Pod
+from plimsoll_operator.plan.canary import Probe
 from plimsoll_operator.spec import Deployment
 from plimsoll_operator.tuning.values import EngineReading, Limits, LimitsOutcome, Unknown
 from support.resources import pod_body
@@ -106,3 +107,8 @@ class SilentEngines:
         self, pods: Iterable[Pod], credentials: Credentials, revision: int, limits: Limits
     ) -> dict[str, LimitsOutcome]:
         return {}
+
+    def probe(
+        self, deployment: Deployment, pod: Pod, *, tokens: int, api_key: str | None
+    ) -> Probe | None:
+        return None

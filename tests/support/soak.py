@@ -130,7 +130,16 @@ def write_soak_model(folder: Path) -> Path:
 
 
 class Soak:
-    def __init__(self, folder: Path, *, seconds: float, seed: int, leak: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seconds: float,
+        seed: int,
+        prompts: int = PROMPTS,
+        leak: bool = False,
+    ) -> None:
+        self._num_prompts = prompts
         self.report = Report(seed)
         self._folder = folder
         self._seconds = seconds
@@ -209,7 +218,7 @@ class Soak:
         some are chats, some are long."""
         chance = self._random
         shared = write_text(chance, 400)
-        while len(self._references) < PROMPTS:
+        while len(self._references) < self._num_prompts:
             length = chance.choice([chance.randint(1, 60), chance.randint(60, 600), 1500])
             text = write_text(chance, length)
             if chance.random() < 0.5:
@@ -393,7 +402,7 @@ class Soak:
             )
             await asyncio.sleep(min(chance.uniform(0.5, 5.0), self._seconds / 8))
 
-    async def _set_limits(self, **limits: float) -> None:
+    async def _set_limits(self, **limits: Any) -> None:
         self._revision += 1
         request = wire.SetLimitsRequest(revision=self._revision, limits=wire.Limits(**limits))
         response = await asyncio.to_thread(

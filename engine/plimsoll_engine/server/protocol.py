@@ -74,6 +74,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    # How the output must look: read by ``structured``.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -152,12 +159,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),

@@ -33,6 +33,7 @@ from plimsoll_engine.server.protocol import (
     parse_request,
 )
 from plimsoll_engine.server.streaming import EventStream, until_disconnect
+from plimsoll_engine.server.structured import read_grammar
 from plimsoll_engine.server.text import Prompt, TextCodec, as_template_message
 from plimsoll_engine.server.validation import (
     LogprobsWanted,
@@ -95,12 +96,13 @@ class Service:
         logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
         positions = sum(len(prompt.token_ids) for prompt in prompts)
         check_prompt_logprobs(positions, logprobs.prompt, request.n or 1)
+        grammar = await self._read_grammar(request)
         sequences = []
         for prompt in prompts:
             max_tokens = request.max_tokens
             if max_tokens is None:
                 max_tokens = min(DEFAULT_COMPLETION_TOKENS, self._room(prompt))
-            params = self._sampling_params(request, max_tokens, logprobs)
+            params = self._sampling_params(request, max_tokens, logprobs, grammar)
             sequences += self._choices(prompt, params, request.n or 1)
         answer = CompletionAnswer(
             request,
@@ -126,7 +128,8 @@ class Service:
         prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
         if max_tokens is None:
             max_tokens = self._room(prompt)
-        params = self._sampling_params(request, max_tokens, logprobs)
+        grammar = await self._read_grammar(request)
+        params = self._sampling_params(request, max_tokens, logprobs, grammar)
         answer = ChatAnswer(
             request,
             answer_id=_answer_id("chatcmpl", http, request),
@@ -211,8 +214,16 @@ class Service:
                 prompts.append(await self.codec.off_loop(self.codec.show, each))
         return prompts
 
+    async def _read_grammar(self, request: GenerationRequest) -> str | None:
+        has_end = bool(self.model.defaults.eos_token_ids)
+        return await self.codec.off_loop(read_grammar, request, has_end=has_end)
+
     def _sampling_params(
-        self, request: GenerationRequest, max_tokens: int, logprobs: LogprobsWanted
+        self,
+        request: GenerationRequest,
+        max_tokens: int,
+        logprobs: LogprobsWanted,
+        grammar: str | None,
     ) -> SamplingParams:
         return build_sampling_params(
             request,
@@ -220,6 +231,7 @@ class Service:
             logprobs=logprobs,
             defaults=self.model.defaults,
             vocab_size=self.model.vocab_size,
+            grammar=grammar,
         )
 
     def _choices(

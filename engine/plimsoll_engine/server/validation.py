@@ -79,6 +79,7 @@ def build_sampling_params(
     logprobs: LogprobsWanted,
     defaults: SamplingDefaults,
     vocab_size: int,
+    grammar: str | None = None,
 ) -> SamplingParams:
     """Raises ApiError(400). ``vocab_size`` is that of the logits (ModelLimits), not the
     tokenizer's."""
@@ -108,6 +109,7 @@ def build_sampling_params(
         logit_bias=_read_logit_bias(request.logit_bias or {}, vocab_size),
         logprobs=logprobs.output,
         prompt_logprobs=logprobs.prompt,
+        grammar=grammar,
     )
 
 

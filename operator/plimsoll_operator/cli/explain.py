@@ -62,6 +62,7 @@ def explain(
         sections.append(Section("What was known", _known(view.deployment, learned, profile, now)))
     moved = tuple(render_changes(view.state.history, now))
     sections.append(Section("What the tuner did", moved or ("nothing yet",)))
+    sections.append(Section("The last rollout", _rollout(view)))
     sections.append(Section("What holds it now", _present(view, now)))
     return tuple(section for section in sections if section.lines)
 
@@ -98,6 +99,17 @@ def _in_force(view: View, now: float) -> tuple[str, ...]:
         )
     if not view.answered:
         lines.append("the operator has not answered the present spec yet")
+    return tuple(lines)
+
+
+def _rollout(view: View) -> tuple[str, ...]:
+    """Nothing where none has been seen."""
+    rollout = view.rollout
+    if "step" not in rollout:
+        return ()
+    lines = [f"{rollout['step']}: {rollout.get('message', words.UNKNOWN)}"]
+    if "strategyReason" in rollout:
+        lines.append(f"{rollout.get('strategy', words.UNKNOWN)}: {rollout['strategyReason']}")
     return tuple(lines)
 
 

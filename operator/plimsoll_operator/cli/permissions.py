@@ -87,6 +87,8 @@ OPERATOR_RULES = (
         ("get", "list", "watch"),
         Scope.CLUSTER,
     ),
+    # Room for one replica more than wanted, as a rollout begins.
+    Rule("", ("nodes",), ("list",), Scope.CLUSTER),
     # Which of the operator's pods works; read and written by name.
     Rule("coordination.k8s.io", ("leases",), ("create", "get", "update"), Scope.OWN),
 )

@@ -117,12 +117,18 @@ def find_state(view: View) -> str:
     for kind, status in _TROUBLE:
         condition = view.conditions.get(kind)
         if condition is not None and condition.status == status:
-            return f"{'Not' if status == 'False' else ''}{kind}: {condition.reason}"
+            return f"{'Not' if status == 'False' else ''}{kind}: {condition.reason}{_step(view)}"
     if "Ready" not in view.conditions:
         return words.UNKNOWN
     assert view.deployment is not None
     mode = view.deployment.tuning.mode
     return "Ready" if mode is TuningMode.AUTO else f"Ready, {mode}"
+
+
+def _step(view: View) -> str:
+    """Where the rollout is, while one moves."""
+    step = view.rollout.get("step", "Settled")
+    return "" if step == "Settled" else f" ({step})"
 
 
 def _last(view: View, now: float) -> tuple[str, str]:

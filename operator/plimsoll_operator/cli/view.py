@@ -139,6 +139,7 @@ class View:
     state: TuningState
     ooms: int | None
     last_failure: Json | None
+    rollout: Json
 
 
 def read_view(resource: Json) -> View:
@@ -186,6 +187,7 @@ def read_view(resource: Json) -> View:
         state=state,
         ooms=state.oom.total if isinstance(raw, dict) and "oom" in raw else None,
         last_failure=status.get("failures", {}).get("last"),
+        rollout=known.get("rollout", {}),
     )
 
 

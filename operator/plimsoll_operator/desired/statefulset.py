@@ -27,10 +27,9 @@ def build_statefulset(deployment: Deployment, step: Step, template: Json) -> Jso
             "minReadySeconds": int(deployment.soak),
             "revisionHistoryLimit": 5,
             "selector": {"matchLabels": names.selector(deployment.name)},
-            "updateStrategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"partition": step.partition},
-            },
+            "updateStrategy": {"type": "OnDelete"}
+            if step.on_delete
+            else {"type": "RollingUpdate", "rollingUpdate": {"partition": step.partition}},
             "template": template,
         },
     }

@@ -9,7 +9,7 @@ shapes look into it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -56,6 +56,7 @@ class Report:
     source: Source | None
     recorded: Json
     given_up: bool
+    rollout: Json = field(default_factory=dict)
 
 
 def build_status(report: Report) -> Json:
@@ -80,6 +81,7 @@ def build_status(report: Report) -> Json:
             "replicasDetail": _replicas_detail(report),
             "failures": {"last": last_failure(previous, report.failures)},
             "revision": _revision(report),
+            "rollout": report.rollout,
             "load": _load(report),
             **report.recorded,
         }

@@ -1,0 +1,113 @@
+"""Keeps outputs to a grammar: which tokens may come next, row by row (llguidance does the work).
+
+In: a grammar as llguidance's JSON (built by ``server.structured``), and what a request has generated
+so far. Out: rows of logits in which every other token is impossible. A request's matcher is only a
+cache of its output: after a preemption, or when it was dropped, it is built again. This module knows
+neither HTTP nor the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import llguidance
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from plimsoll_engine.models.tokenizer import ModelTokenizer
+    from plimsoll_engine.sampling import RowRequest
+
+# A grammar is a program of a client's. llguidance counts its work in these units; the comments are
+# its documentation's speeds.
+LIMITS = llguidance.LLParserLimits(
+    # 50,000 per ms: some 20 ms to compile.
+    initial_lexer_fuel=1_000_000,
+    # 14,000 per ms: some 15 ms per token.
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    # 1 to 2 KB each.
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+def find_grammar_error(grammar: str) -> str | None:
+    """What is wrong with the grammar, in llguidance's words; None when it compiles."""
+    return llguidance.LLMatcher.validate_grammar(grammar, None, limits=LIMITS) or None
+
+
+class GrammarMatchers:
+    """``load_tokenizer`` is called once, with the first row that has a grammar: it takes a second.
+
+    ``capacity`` is how many requests' matchers are kept; fewer than run at once cost time alone.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], ModelTokenizer], capacity: int) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._capacity = capacity
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        # Least recently used first; how many tokens of the output each has consumed.
+        self._matchers: OrderedDict[str, tuple[llguidance.LLMatcher, int]] = OrderedDict()
+
+    def constrain(self, logits: torch.Tensor, requests: Sequence[RowRequest]) -> dict[int, str]:
+        """Makes impossible, in place in logits [rows, vocab], what each row's grammar forbids.
+
+        Returns what went wrong by row: such a request cannot go on.
+        """
+        errors = {}
+        for row, request in enumerate(requests):
+            if request.params.grammar is not None:
+                matcher = self._matcher(request, request.params.grammar, int(logits.shape[1]))
+                allowed = None if matcher.is_error() else matcher.compute_bitmask()
+                if allowed is None or matcher.is_error():
+                    errors[row] = f"the output's grammar cannot go on: {matcher.get_error()}"
+                elif not _mask(logits[row], allowed):
+                    errors[row] = "the output's grammar cannot go on: no token of the model fits"
+        return errors
+
+    def _matcher(self, request: RowRequest, grammar: str, vocab_size: int) -> llguidance.LLMatcher:
+        output = request.output_token_ids
+        matcher, consumed = self._matchers.pop(request.request_id, (None, 0))
+        if matcher is None or consumed > len(output):
+            tokenizer = self._tokenizer or self._build_tokenizer(vocab_size)
+            # The log is the engine's alone to write.
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            consumed = 0
+        # With ignore_eos a request goes on behind its end, where only ends follow.
+        if not matcher.is_stopped():
+            matcher.consume_tokens(list(output[consumed:]))
+        self._matchers[request.request_id] = matcher, len(output)
+        if len(self._matchers) > self._capacity:
+            self._matchers.popitem(last=False)
+        return matcher
+
+    def _build_tokenizer(self, vocab_size: int) -> llguidance.LLTokenizer:
+        # Imports transformers, which takes seconds.
+        import llguidance.hf
+
+        loaded = self._load_tokenizer()
+        # Either may be larger: a tokenizer without the model's padding, or one made for more models.
+        size = max(vocab_size, len(loaded.tokenizer))
+        # The server has refused to start without a fast one, and grammars without an end token.
+        fast = cast("PreTrainedTokenizerFast", loaded.tokenizer)
+        ends = sorted(end for end in loaded.eos_token_ids if end < vocab_size)
+        self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=size, eos_token=ends)
+        return self._tokenizer
+
+
+def _mask(row: torch.Tensor, allowed: bytes) -> bool:
+    """Whether any token is left; the row is as it was when none is."""
+    import torch
+
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[: row.shape[0]]
+    if not bits.any():
+        return False
+    forbidden = torch.from_numpy(bits == 0).to(row.device)
+    row.masked_fill_(forbidden, float("-inf"))
+    return True
