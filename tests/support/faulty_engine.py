@@ -140,9 +140,9 @@ def main() -> int:
 
     from plimsoll_engine import core, engine_loop
 
-    core.EngineLoop = CheckedLoop  # type: ignore[misc]
+    vars(core)["EngineLoop"] = CheckedLoop
     if given.leak:
-        engine_loop.BlockPool = LeakyPool  # type: ignore[misc]
+        vars(engine_loop)["BlockPool"] = LeakyPool
     return run_engine(parse_args(flags, os.environ), build_executor=build)
 
 

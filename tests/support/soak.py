@@ -199,8 +199,11 @@ class Soak:
         command += [str(part) for pair in flags.items() for part in pair]
         return subprocess.Popen(
             [*command, *(["--leak"] if self._leak else [])],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "TERMINATION_LOG_PATH": str(self._termination)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[1]),
+                "TERMINATION_LOG_PATH": str(self._termination),
+            },
         )
 
     async def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
@@ -502,6 +505,8 @@ class Soak:
 
     def _tell_death(self, process: subprocess.Popen[bytes]) -> None:
         told = self._termination.read_text() if self._termination.exists() else "nothing"
+        # There is room for the cause, however many faults have followed from it.
+        del self.report.faults[MAX_FAULTS - 1 :]
         self.report.fault(f"the engine has died with status {process.poll()}: {told}")
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
