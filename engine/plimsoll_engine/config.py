@@ -33,6 +33,13 @@ MAX_REQUESTS = 1 << 20
 MAX_RANKS = 128
 MAX_BLOCK_SIZE = 256
 MAX_SECONDS = 86400
+# Each is a handful of time series.
+MAX_API_KEYS = 100
+# Of --api-key, and of requests without a right one.
+RESERVED_KEY_NAMES = ("default", "unknown")
+_KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_KEY = re.compile(r"[!-~]{1,512}")
+_NO_KEYS: dict[str, str] = {}
 
 
 class DeviceType(StrEnum):
@@ -112,6 +119,13 @@ class EngineConfig:
     # None: no bound but the one above.
     max_num_queued_tokens: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    # PLIMSOLL_API_KEYS: (name, key).
+    api_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    api_keys_file: Path | None = None
+    # Beside vLLM's two flags of the same names: whether usage tells of cached tokens, and whether
+    # streams tell usage unasked.
+    enable_prompt_tokens_details: bool = True
+    enable_force_include_usage: bool = False
     host: str = "0.0.0.0"
     port: int = 8000
     # 0: no control channel.
@@ -167,6 +181,14 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
         max_num_queued_tokens=flags.read("max_num_queued_tokens", _positive_int(MAX_LENGTH), None),
         api_key=flags.read("api_key", _text, None, variable="PLIMSOLL_API_KEY", secret=True),
+        api_keys=tuple(
+            flags.read(
+                None, parse_api_keys, _NO_KEYS, variable="PLIMSOLL_API_KEYS", secret=True
+            ).items()
+        ),
+        api_keys_file=flags.read("api_keys_file", Path, None),
+        enable_prompt_tokens_details=flags.read("enable_prompt_tokens_details", bool, True),
+        enable_force_include_usage=flags.read("enable_force_include_usage", bool, False),
         host=flags.read("host", _text, "0.0.0.0"),
         port=flags.read("port", _port, 8000),
         control_port=flags.read("control_port", _port_or_off, 8001),
@@ -206,6 +228,31 @@ def parse_bytes(text: str) -> int:
             "a number of bytes from 1 to 2^60, plain or with k, M, G, T, Ki, Mi, Gi or Ti"
         )
     return size
+
+
+def parse_api_keys(text: str) -> dict[str, str]:
+    """Lines ``name=key``; empty ones and those that begin with # count for nothing.
+
+    Raises ValueError, which names the line and never the key.
+    """
+    keys: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        name, equals, key = line.strip().partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not equals or not _KEY_NAME.fullmatch(name) or name in RESERVED_KEY_NAMES:
+            raise ValueError(
+                "lines name=key, each name of 1 to 63 letters, digits, '-', '_' or '.', and not "
+                f"{' or '.join(RESERVED_KEY_NAMES)} (line {number})"
+            )
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"keys of 1 to 512 visible ASCII characters (line {number})")
+        if name in keys or key in keys.values():
+            raise ValueError(f"names and keys that differ from each other (line {number})")
+        keys[name] = key
+    if not 1 <= len(keys) <= MAX_API_KEYS:
+        raise ValueError(f"1 to {MAX_API_KEYS} lines name=key")
+    return keys
 
 
 def _check_together(config: EngineConfig) -> None:
@@ -324,6 +371,21 @@ def _build_parser() -> argparse.ArgumentParser:
     server.add_argument("--host", help="address of the HTTP API (0.0.0.0)")
     server.add_argument("--port", metavar="N", help="port of the HTTP API (8000)")
     server.add_argument("--api-key", metavar="KEY", help="bearer token (or PLIMSOLL_API_KEY)")
+    server.add_argument(
+        "--api-keys-file",
+        metavar="FILE",
+        help="lines name=key: use is counted by name (or PLIMSOLL_API_KEYS with such lines)",
+    )
+    server.add_argument(
+        "--enable-prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        help="tell the cached tokens of a prompt in usage (on)",
+    )
+    server.add_argument(
+        "--enable-force-include-usage",
+        action=argparse.BooleanOptionalAction,
+        help="end every stream with its usage, asked for or not (off)",
+    )
     server.add_argument("--control-port", metavar="N", help="gRPC EngineControl; 0: off (8001)")
     server.add_argument(
         "--control-dir", metavar="DIR", help="tls.crt, tls.key and token of the control channel"

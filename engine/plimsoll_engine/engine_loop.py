@@ -204,6 +204,8 @@ class EngineLoop:
             limits_reason=self._limits.reason,
             running=len(self._scheduler.running),
             waiting=self._scheduler.num_waiting,
+            short_wait=self._wait_of(self._scheduler.first_short),
+            long_wait=self._wait_of(self._scheduler.first_long),
             prefix_caching=self._prefix_caching,
             steps=self._steps,
             preemptions=self._preemptions,
@@ -215,6 +217,9 @@ class EngineLoop:
             draining=False,
             heartbeat_age=0.0,
         )
+
+    def _wait_of(self, sequence: Sequence | None) -> float:
+        return 0.0 if sequence is None else self._clock() - sequence.request.arrival_time
 
     def check(self) -> None:
         """Raises AssertionError when a block or a request is lost (see Scheduler.check)."""

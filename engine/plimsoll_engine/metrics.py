@@ -61,7 +61,7 @@ class EngineMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": ENGINE}
+        self.labels = {"model_name": model_name, "engine": ENGINE}
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -73,7 +73,7 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._finished = {
-            reason: success.labels(**self._labels, finished_reason=reason.value)
+            reason: success.labels(**self.labels, finished_reason=reason.value)
             for reason in FinishReason
         }
         seconds = REQUEST_SECONDS_BUCKETS
@@ -122,7 +122,7 @@ class EngineMetrics:
         self._request_computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens computed, not cached.", buckets
         )
-        self.registry.register(SnapshotCollector(snapshot, self._labels))
+        self.registry.register(SnapshotCollector(snapshot, self.labels))
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
@@ -165,12 +165,12 @@ class EngineMetrics:
             self._per_output_token.observe((last - first) / (request.num_generation_tokens - 1))
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self._labels)
+        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self.labels)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
             f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets
-        ).labels(**self._labels)
+        ).labels(**self.labels)
 
 
 class SnapshotCollector(Collector):
@@ -219,6 +219,14 @@ class SnapshotCollector(Collector):
         for reason, waiting in (("capacity", now.waiting), ("deferred", 0)):
             by_reason.add_metric((*self._labels.values(), reason), waiting)
         yield by_reason
+        longest = GaugeMetricFamily(
+            "plimsoll:longest_wait_seconds",
+            "Since the arrival of the first that waits, by its lane; 0 where none does.",
+            labels=(*LABELS, "lane"),
+        )
+        for lane, seconds in (("short", now.short_wait), ("long", now.long_wait)):
+            longest.add_metric((*self._labels.values(), lane), seconds)
+        yield longest
         for name in (
             "vllm:kv_cache_usage_perc",
             # What older releases and some dashboards call it.

@@ -29,6 +29,8 @@ from plimsoll_engine.control.server import ControlServer
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.executor import Executor
 from plimsoll_engine.metrics import EngineMetrics
+from plimsoll_engine.server.answers import UsageShown
+from plimsoll_engine.server.api_keys import ApiKeys, read_api_keys
 from plimsoll_engine.server.app import build_app
 from plimsoll_engine.server.listener import LAST_BYTES_SECONDS, HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
@@ -77,12 +79,15 @@ def run_engine(
         # What can be wrong with the place comes first: it takes no time to find out.
         listener = bind(config.host, config.port)
         control_port = _hold_control_port(config)
+        api_keys = read_api_keys(config)
         credentials = None if config.control_dir is None else CredentialFiles(config.control_dir)
         log.info("plimsoll %s: loading %s", __version__, config.model)
         tokenizer = (load_tokenizer or _load_tokenizer)(config)
         metrics = EngineMetrics(config.served_model_name[0])
         core = EngineCore(config, (build_executor or _build_executor)(config), observer=metrics)
-        engine = _start_engine(config, core, metrics, tokenizer, credentials, control_port)
+        engine = _start_engine(
+            config, core, metrics, tokenizer, api_keys, credentials, control_port
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(engine, listener, config.shutdown_timeout))
     except ConfigError as error:
@@ -134,6 +139,7 @@ def _start_engine(
     core: EngineCore,
     metrics: EngineMetrics,
     loaded: ModelTokenizer,
+    api_keys: ApiKeys | None,
     credentials: CredentialFiles | None,
     control_port: socket.socket | None,
 ) -> Engine:
@@ -178,8 +184,9 @@ def _start_engine(
         metrics,
         model,
         max_sequences=config.max_num_seqs + config.max_num_queued_reqs,
+        usage=UsageShown(config.enable_prompt_tokens_details, config.enable_force_include_usage),
     )
-    return Engine(core, service, build_app(service, api_key=config.api_key), control)
+    return Engine(core, service, build_app(service, api_keys=api_keys), control)
 
 
 async def _serve(

@@ -134,6 +134,9 @@ class EngineSnapshot:
 
     running: int
     waiting: int
+    # Seconds since the arrival of the first that waits, by its lane; 0 where none does.
+    short_wait: float
+    long_wait: float
     prefix_caching: bool
     # Counters since the start.
     steps: int

@@ -16,6 +16,10 @@ The rules, and why:
   the free blocks are too few, but only until those that passed have had as many blocks as the
   pool has outside the lane: from then on nobody enters before it, and the blocks that come free
   are its. So both sides have a bound, in blocks, and a clock is not needed.
+* Long prompts are computed one at a time and after the others, whose first token should not wait
+  for 16 steps of somebody else's prompt; a part of each step's budget is theirs whatever comes.
+  So while one is computed the next waits, and is passed without being overtaken: that ends with
+  the prompt.
 * Blocks that already hold the start of a request's tokens are shared with it instead of computed
   again, but for its last token, which has to be computed to sample from. A preempted request so
   finds what is left of its own.
@@ -29,7 +33,7 @@ The rules, and why:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +45,9 @@ from plimsoll_engine.sequence import Sequence, SequenceState
 from plimsoll_engine.waiting import WaitingQueue, in_order, insert, remove
 
 MAX_PREEMPTIONS_PER_STEP = 1
+# One part in so many of a step's budget is kept for a long prompt that is being computed: a
+# quarter lengthens its computation fourfold at the worst, and the others' by a third.
+LONG_PREFILL_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,16 @@ class Scheduler:
         return self._waiting.num_tokens
 
     @property
+    def first_short(self) -> Sequence | None:
+        """The first of those that wait and are not long."""
+        return self._waiting.first_short
+
+    @property
+    def first_long(self) -> Sequence | None:
+        """The first of those that wait for the lane."""
+        return self._waiting.first_long
+
+    @property
     def slots_unused(self) -> int:
         """Token slots in owned blocks that hold no token yet."""
         return sum(len(s.blocks) * self._block_size - s.computed for s in self._running)
@@ -230,24 +247,46 @@ class Scheduler:
                 continue
             chunks.append(ScheduledChunk(sequence, start, count))
             budget -= count
-        for sequence in prompts:
+        # Some may have been victims meanwhile.
+        prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
+        long = [s for s in prompts if self._waiting.is_long(s)]
+        kept = -(-budget // LONG_PREFILL_BUDGET) if long else 0
+        left = self._prefill([s for s in prompts if s not in long], budget - kept, chunks)
+        admitted: list[Sequence] = []
+        open_to_all = not preempted and not starved
+        if open_to_all:
+            left = self._admit_waiting(left, chunks, admitted, lane_open=not long)
+        left = self._prefill(long, left + kept, chunks)
+        if open_to_all and long:
+            self._admit_waiting(left, chunks, admitted, lane_open=True)
+        return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
+
+    def _prefill(
+        self, sequences: Iterable[Sequence], budget: int, chunks: list[ScheduledChunk]
+    ) -> int:
+        """The next chunk of each, in order; what is left of the budget."""
+        for sequence in sequences:
             if budget == 0:
                 break
-            # It may have been a victim meanwhile.
-            if sequence.state is SequenceState.RUNNING:
-                count = min(sequence.remaining, budget)
-                chunks.append(ScheduledChunk(sequence, sequence.computed, count))
-                budget -= count
+            count = min(sequence.remaining, budget)
+            chunks.append(ScheduledChunk(sequence, sequence.computed, count))
+            budget -= count
+        return budget
 
-        admitted: list[Sequence] = []
-        if not preempted and not starved:
-            while budget and (entering := self._find_next()) is not None:
-                self._admit(entering)
-                admitted.append(entering)
-                count = min(entering.remaining, budget)
-                chunks.append(ScheduledChunk(entering, entering.computed, count))
-                budget -= count
-        return ScheduledStep(tuple(chunks), tuple(admitted), tuple(preempted))
+    def _admit_waiting(
+        self,
+        budget: int,
+        chunks: list[ScheduledChunk],
+        admitted: list[Sequence],
+        *,
+        lane_open: bool,
+    ) -> int:
+        """Who may enter and their first chunks; what is left of the budget."""
+        while budget and (entering := self._find_next(lane_open=lane_open)) is not None:
+            self._admit(entering, lane_open=lane_open)
+            admitted.append(entering)
+            budget = self._prefill((entering,), budget, chunks)
+        return budget
 
     def complete(self, step: ScheduledStep, sampled: Mapping[str, int]) -> CompletedStep:
         """Enters what an executed step computed; ``sampled`` has the new token per request id.
@@ -318,13 +357,13 @@ class Scheduler:
         sequence.blocks = ()
         sequence.named_blocks = 0
 
-    def _find_next(self) -> Sequence | None:
+    def _find_next(self, *, lane_open: bool) -> Sequence | None:
         """Who of the waiting enters now: the first, or a short one past a long one."""
         if len(self._running) >= self.limits.max_num_seqs:
             return None
         long, short = self._waiting.first_long, self._waiting.first_short
         long_first = long is not None and (short is None or long.order < short.order)
-        if long is not None and long_first and self._lane_admits(long):
+        if long is not None and long_first and lane_open and self._lane_admits(long):
             if self._fits(long):
                 return long
             if not self._may_overtake(short, long):
@@ -367,13 +406,14 @@ class Scheduler:
             self._pool.remember(sequence.blocks[place], hashes[place])
         sequence.named_blocks = full
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, *, lane_open: bool) -> None:
         cached = self._find_cached(sequence)
         count = self.blocks_for(len(sequence.tokens))
         ids = self._pool.allocate(count - len(cached), cached)
         assert ids is not None, "_find_next has counted them"
         long = self._waiting.first_long
-        if long is not None and long.order < sequence.order and self._lane_admits(long):
+        passed = long is not None and long.order < sequence.order
+        if long is not None and passed and lane_open and self._lane_admits(long):
             long.overtaken_by += count
         self._waiting.remove(sequence)
         sequence.blocks = ids

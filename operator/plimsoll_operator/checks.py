@@ -60,6 +60,8 @@ class View:
     stall: Violation | None
     now: float
     missing_since: float | None = None
+    # What the pods wait for before they may have the wanted template.
+    waiting: Violation | None = None
     # What the rollout waits for, in words.
     rollout: str = ""
 
@@ -161,6 +163,8 @@ def _ready(view: View) -> Verdict:
     trouble = _trouble(view)
     if trouble is not None:
         return no(Violation(trouble.reason, f"{trouble.message}; {counted}"))
+    if view.waiting is not None:
+        return no(Violation(view.waiting.reason, f"{view.waiting.message}; {counted}"))
     rolling = len(view.rolled) < len(view.observed.pods)
     return no(Violation("RollingOut" if rolling else "ReplicasNotReady", counted))
 
@@ -183,6 +187,8 @@ def _progressing(view: View) -> Verdict:
         return Verdict("Progressing", Status.FALSE, view.stall.reason, view.stall.message)
     if complete(view):
         return Verdict("Progressing", Status.TRUE, "Complete", "every replica is up to date")
+    if view.waiting is not None:
+        return Verdict("Progressing", Status.TRUE, view.waiting.reason, view.waiting.message)
     ready = sum(pod.ready for pod in view.rolled)
     counted = f"{ready} of {view.wanted} replicas serve the wanted revision"
     deadline, idle = view.observed.deployment.progress_deadline, view.now - _progressed_at(view)

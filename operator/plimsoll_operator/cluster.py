@@ -20,6 +20,7 @@ from plimsoll_operator.resources import (
     DEPLOYMENT,
     DISRUPTION_BUDGET,
     EVENT,
+    JOB,
     LEADER_WORKER_SET,
     LEASE,
     LLM_DEPLOYMENT,
@@ -41,6 +42,7 @@ __all__ = [
     "DEPLOYMENT",
     "DISRUPTION_BUDGET",
     "EVENT",
+    "JOB",
     "LEADER_WORKER_SET",
     "LEASE",
     "LLM_DEPLOYMENT",
@@ -68,6 +70,7 @@ _BY_KIND = {
         SECRET,
         CONFIG_MAP,
         STATEFUL_SET,
+        JOB,
         DISRUPTION_BUDGET,
         NETWORK_POLICY,
         MEMORY_PROFILE,
@@ -180,7 +183,8 @@ class Cluster:
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
         """Deletes exactly this object, not a later one of the same name; absent is fine."""
-        body: Json = {"preconditions": {"uid": uid}}
+        # A Job deleted without it would leave its pods.
+        body: Json = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         try:
             await self._request("DELETE", resource.path(namespace, name), body=body)
         except ApiError as error:

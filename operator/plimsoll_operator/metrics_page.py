@@ -196,6 +196,9 @@ def read_page(text: str, *, pod: str, model: str | None, at: float) -> EngineRea
         optional["usable_blocks"] = page.configured_blocks()
     if optional["gpu_memory_utilization"] is None:
         optional["gpu_memory_utilization"] = page.configured_utilization()
+    for lane in ("short", "long"):
+        waits = page.values("plimsoll:longest_wait_seconds", {"lane": lane})
+        optional[f"{lane}_wait"] = None if waits is None else max(waits)
     rejected = page.values("plimsoll:requests_rejected_total", OVER_LENGTH)
     return EngineReading(
         pod=pod,

@@ -28,6 +28,7 @@ APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 
 ENGINE_CONTAINER = "engine"
+PREFETCH_CONTAINER = "prefetch"
 GATE_CONTAINER = "gate"
 HTTP_PORT = 8000
 CONTROL_PORT = 8001
@@ -40,6 +41,9 @@ LIMITS_DIR = "/etc/plimsoll/limits"
 LIMITS_KEY = "limits.json"
 HF_HOME = "/models"
 MODEL_DIR = "/model"
+# What engines compile, where the cache keeps it: a folder of the claim, mounted by itself.
+COMPILED_DIR = "/compiled"
+COMPILED_FOLDER = "plimsoll-compiled"
 
 
 def selector(deployment: str) -> dict[str, str]:
@@ -70,6 +74,20 @@ def label_selector(wanted: dict[str, str]) -> str:
 
 def headless_service(deployment: str) -> str:
     return f"{deployment}-pods"
+
+
+def prefetch_job(deployment: str) -> str:
+    return f"{deployment}-prefetch"
+
+
+def prefetch_labels(deployment: str) -> dict[str, str]:
+    """Labels of the pods that fetch a model: none of them is an engine."""
+    return {
+        "app.kubernetes.io/name": "plimsoll-prefetch",
+        "app.kubernetes.io/instance": deployment,
+        "app.kubernetes.io/managed-by": "plimsoll",
+        DEPLOYMENT_LABEL: deployment,
+    }
 
 
 def control_secret(deployment: str) -> str:

@@ -23,15 +23,19 @@ from plimsoll_operator.observed import (
     Pod,
     StatefulSet,
     Termination,
+    read_status,
 )
+from plimsoll_operator.ownership import foreign_fields
 from plimsoll_operator.plan.capacity import find_room
 from plimsoll_operator.spec import Deployment, RolloutType
 from plimsoll_operator.tuning.profile import profile_key
 
 
-def children(deployment: str) -> tuple[tuple[Resource, str], ...]:
-    """Every object that one deployment may own."""
+def children(deployment: str, *, prefetch: bool) -> tuple[tuple[Resource, str], ...]:
+    """Every object that one deployment may own; a Job only where there is, or was, one to fetch the
+    model."""
     return (
+        *([(api.JOB, names.prefetch_job(deployment))] if prefetch else []),
         (api.SECRET, names.control_secret(deployment)),
         (api.CONFIG_MAP, names.limits_config_map(deployment)),
         (api.SERVICE, names.headless_service(deployment)),
@@ -46,7 +50,10 @@ async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observ
     """``resource`` is the LLMDeployment just read, ``engine_image`` the default for its pods.
     Raises spec.InvalidSpec."""
     deployment = Deployment.parse(resource)
-    namespace, wanted = deployment.namespace, children(deployment.name)
+    namespace = deployment.namespace
+    fetches = deployment.model.cache.prefetch
+    fetched = bool(read_status(resource).get("prefetch"))
+    wanted = children(deployment.name, prefetch=fetches or fetched)
     profile_name = profile_key(deployment, deployment.image or engine_image).name
     bodies, profile, pods = await asyncio.gather(
         asyncio.gather(*(cluster.get(kind, namespace, name) for kind, name in wanted)),
@@ -66,7 +73,13 @@ async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observ
         pods=tuple(sorted(parsed, key=lambda pod: pod.ordinal)),
         credentials=None if secret is None else read_credentials(secret),
         profile=profile,
+        prefetch_pods=await _pods_of_prefetch(cluster, deployment) if fetches else (),
     )
+
+
+async def _pods_of_prefetch(cluster: Cluster, deployment: Deployment) -> tuple[Json, ...]:
+    labels = names.label_selector(names.prefetch_labels(deployment.name))
+    return tuple(await cluster.find(api.POD, deployment.namespace, labels))
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,7 @@ def read_statefulset(body: Json) -> StatefulSet:
         update_revision=status.get("updateRevision", ""),
         template_hash=body["metadata"].get("annotations", {}).get(names.TEMPLATE_ANNOTATION),
         on_delete=update.get("type") == "OnDelete",
+        foreign=bool(foreign_fields(body)),
     )
 
 

@@ -62,6 +62,7 @@ _STATUS_SHAPE = shape.record(
             }
         ),
         "load": shape.record({"time": shape.time}),
+        "prefetch": shape.record({"completed": shape.text}),
         "tuning": shape.record({}),
         "oom": shape.record({}),
     }
@@ -152,6 +153,8 @@ class StatefulSet:
     template_hash: str | None = None
     # The controller replaces nothing by itself; what is deleted comes back with the template.
     on_delete: bool = False
+    # Somebody else has set fields of it, perhaps in the template: they are put back in this pass.
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ class Observed:
     pods: tuple[Pod, ...]
     credentials: Credentials | None
     profile: Json | None = None
+    # Pods of the Job that fetches the model, as the API server has them.
+    prefetch_pods: tuple[Json, ...] = ()
 
     @property
     def status(self) -> Json:

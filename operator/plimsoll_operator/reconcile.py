@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plimsoll_operator import checks, stall
+from plimsoll_operator import checks, names, stall
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
     Applied,
@@ -27,6 +27,7 @@ from plimsoll_operator.credentials import make_credentials
 from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired.prefetch_job import build_prefetch_job
 from plimsoll_operator.desired.rollout import Rollout, build_rollout
 from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
 from plimsoll_operator.engines import Engines
@@ -34,6 +35,7 @@ from plimsoll_operator.observe import observe, observe_spare
 from plimsoll_operator.observed import Json, Observed, Pod
 from plimsoll_operator.plan import StepReason, next_step
 from plimsoll_operator.plan.canary import Probe, judge_canary
+from plimsoll_operator.prefetch import judge_prefetch
 from plimsoll_operator.probing import ask
 from plimsoll_operator.report import Reported, report
 from plimsoll_operator.spec import InvalidSpec
@@ -111,6 +113,7 @@ async def reconcile(
     # 1. Observe.
     try:
         observed = await observe(cluster, resource, engine_image)
+        template = build_pod_template(observed.deployment, engine_image)
     except InvalidSpec as error:
         invalid = build_invalid_status(resource, str(error), now)
         await report(cluster, resource, invalid, now)
@@ -120,7 +123,6 @@ async def reconcile(
     serving = [pod for pod in observed.pods if pod.serves]
     readings = await engines.read(deployment, serving)
     failures = _failures(observed)
-    template = build_pod_template(deployment, engine_image)
     applied = _has_template(observed, template)
     conflict = checks.foreign_children(observed)
 
@@ -139,12 +141,20 @@ async def reconcile(
         )
     )
 
-    # 3. Plan.
+    # 3. Plan. What a model that is not there yet holds up stays as it is.
+    job = ("Job", names.prefetch_job(deployment.name))
+    fetch = judge_prefetch(
+        build_prefetch_job(deployment, engine_image),
+        observed.children.get(job),
+        observed.prefetch_pods,
+        observed.status,
+        now,
+    )
     blocked = stall.recorded_give_up(observed, applied=applied)
     try_at = stall.next_try(observed, blocked, failures, now)
     spare = (
         await observe_spare(cluster, deployment, template)
-        if observed.statefulset is not None and not applied
+        if observed.statefulset is not None and not applied and not fetch.holds
         else None
     )
     canary, proven = None, stall.is_proven(observed)
@@ -173,15 +183,21 @@ async def reconcile(
         revision=decision.revision,
         operator_namespace=operator_namespace,
     )
+    children[job] = fetch.job
+    if fetch.holds:
+        # It stays as it is, or absent, until the model is there.
+        del children["StatefulSet", deployment.name]
 
     # 5. Apply. Nothing is written over somebody else's object.
     written = Applied()
     if conflict is None:
         fruitless = {} if carried is None else carried.fruitless
         written = await apply_children(cluster, children, observed.children, fruitless, now)
-        for pod in step.replace:
+        for pod in () if fetch.holds else step.replace:
             await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
     refusals = written.refusals if conflict is None else (conflict,)
+    if fetch.failed is not None:
+        refusals = (*refusals, fetch.failed)
     if decision.learned != learned:
         key_of_profile = profile_key(deployment, deployment.image or engine_image)
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
@@ -204,7 +220,9 @@ async def reconcile(
             canary,
             probe,
             None if spare is None else spare.reason,
-            statefulset.update_revision if statefulset is not None and proven else None,
+            statefulset.update_revision
+            if statefulset is not None and canary is not None and canary.proven
+            else None,
         ),
     )
     missing_since = checks.missing_since(
@@ -217,6 +235,7 @@ async def reconcile(
         stall=shown,
         now=now,
         missing_since=missing_since,
+        waiting=fetch.waiting,
         rollout=rollout["message"] if step.reason is StepReason.CANARY else "",
     )
     status = build_status(
@@ -227,13 +246,13 @@ async def reconcile(
             engines=readings,
             limits=decision.limits,
             source=None if decision.unconfirmed else decision.source,
-            recorded=record_tuning(decision),
+            recorded={**record_tuning(decision), **fetch.recorded},
             given_up=stalled is not None and stalled == give_up,
             rollout=rollout,
         )
     )
     events = decision.events
-    if observed.statefulset is not None and not applied and not refusals:
+    if observed.statefulset is not None and not applied and not refusals and not fetch.holds:
         events = (_rolling_out(observed, template), *events)
     last = None if carried is None else carried.reported
     reported = await report(cluster, resource, status, now, events=events, last=last)

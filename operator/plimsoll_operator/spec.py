@@ -8,11 +8,12 @@ descriptions promise, and they are never written back to the object.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
 
 from plimsoll_operator import names
+from plimsoll_operator.quantities import parse_quantity
 
 Json = dict[str, Any]
 
@@ -21,6 +22,8 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.90
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
+# Weights of hundreds of gigabytes take long; an engine that cannot start exits by itself.
+DEFAULT_STARTUP_SECONDS = 3600.0
 
 
 class InvalidSpec(ValueError):
@@ -39,6 +42,7 @@ class RuntimeName(StrEnum):
 class ModelSource(StrEnum):
     HUB = "hf"
     CLAIM = "pvc"
+    IMAGE = "oci"
     FILE = "file"
 
 
@@ -73,6 +77,17 @@ class KeyRef:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """At most one of ``claim`` and ``host_path``; neither: each pod has its own. ``prefetch``: a Job
+    fills the claim first; ``compiled``: what engines compile is kept there too."""
+
+    claim: str | None = None
+    host_path: str | None = None
+    prefetch: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
 class Model:
     """``location`` is what the engine is told: ``org/name`` or a path in the container."""
 
@@ -83,7 +98,11 @@ class Model:
     revision: str | None
     served_name: str
     token: KeyRef | None
-    cache_claim: str | None
+    cache: Cache = Cache()
+    # The image that holds the weights.
+    image: str | None = None
+    # Seconds until an engine that still loads counts as hung.
+    startup_timeout: float = DEFAULT_STARTUP_SECONDS
 
 
 T = TypeVar("T", int, float)
@@ -131,6 +150,8 @@ class PodTemplate:
     security_context: Json
     container_security_context: Json
     env: tuple[Json, ...]
+    # A part of a PodSpec that is merged over the whole pod.
+    patch: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,6 +181,8 @@ class Deployment:
     runtime: RuntimeName = RuntimeName.PLIMSOLL
     # As the spec has it; None: the image's tag may say it.
     runtime_version: str | None = None
+    # Size of /dev/shm, a quantity; None: where one is needed, without a bound of its own.
+    shared_memory: str | None = None
     rollout_type: RolloutType = RolloutType.AUTO
     canary: CanaryMode = CanaryMode.PROBE
 
@@ -208,6 +231,7 @@ class Deployment:
             ),
             runtime=RuntimeName(spec.get("runtime", {}).get("name", RuntimeName.PLIMSOLL)),
             runtime_version=spec.get("runtime", {}).get("version"),
+            shared_memory=_shared_memory(resources),
             rollout_type=RolloutType(rollout.get("type", RolloutType.AUTO)),
             canary=CanaryMode(rollout.get("canary", CanaryMode.PROBE)),
         )
@@ -216,16 +240,19 @@ class Deployment:
 def _model(deployment: str, model: Json) -> Model:
     uri = model["uri"]
     scheme, _, rest = uri.partition("://")
-    allowed = "hf://org/name, pvc://claim/path, file:///path"
+    allowed = "hf://org/name, pvc://claim/path, oci://registry/name:tag, file:///path"
     if scheme not in tuple(ModelSource) or not rest:
         raise InvalidSpec("spec.model.uri", uri, allowed)
-    source, claim, location = ModelSource(scheme), None, rest
+    source, claim, image, location = ModelSource(scheme), None, None, rest
+    if source is ModelSource.IMAGE:
+        image, location = rest, f"{names.MODEL_DIR}/{model.get('path', '')}".rstrip("/")
     if source is ModelSource.CLAIM:
         claim, _, path = rest.partition("/")
         if not path:
             raise InvalidSpec("spec.model.uri", uri, allowed)
         location = f"{names.MODEL_DIR}/{path}"
     default_name = location if source is ModelSource.HUB else deployment
+    cache = model.get("cache", {})
     return Model(
         uri=uri,
         source=source,
@@ -234,7 +261,17 @@ def _model(deployment: str, model: Json) -> Model:
         revision=model.get("revision"),
         served_name=model.get("servedName", default_name),
         token=_key_ref(model.get("tokenSecretRef")),
-        cache_claim=model.get("cache", {}).get("claimName"),
+        cache=Cache(
+            claim=cache.get("claimName"),
+            host_path=cache.get("hostPath"),
+            prefetch=cache.get("prefetch", False),
+            compiled=cache.get("compiled", False),
+        ),
+        image=image,
+        startup_timeout=parse_duration(
+            "spec.model.startupTimeout",
+            model.get("startupTimeout", f"{DEFAULT_STARTUP_SECONDS:g}s"),
+        ),
     )
 
 
@@ -292,7 +329,21 @@ def _pod_template(template: Json) -> PodTemplate:
         security_context=template.get("securityContext", {}),
         container_security_context=template.get("containerSecurityContext", {}),
         env=tuple(template.get("env", ())),
+        patch=template.get("patch", {}),
     )
+
+
+def _shared_memory(resources: Json) -> str | None:
+    """/dev/shm is memory of the container: what is as large as its limit would end it."""
+    size, limit = resources.get("sharedMemory"), resources.get("limits", {}).get("memory")
+    if size is None or limit is None:
+        return size
+    wanted, allowed = parse_quantity(size), parse_quantity(limit)
+    if wanted is not None and allowed is not None and wanted >= allowed:
+        raise InvalidSpec(
+            "spec.resources.sharedMemory", size, f"less than spec.resources.limits.memory ({limit})"
+        )
+    return str(size)
 
 
 def _key_ref(reference: Json | None) -> KeyRef | None:

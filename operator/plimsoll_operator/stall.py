@@ -87,10 +87,13 @@ def _has_worked(observed: Observed) -> bool:
 
 
 def is_proven(observed: Observed) -> bool:
-    """The canary of the template in the cluster was found to work, by status."""
-    statefulset = observed.statefulset
-    proven = observed.status.get("rollout", {}).get("proven")
-    return statefulset is not None and proven == statefulset.update_revision
+    """The template in the cluster was found to work, by status: its canary, or every replica before."""
+    statefulset, status = observed.statefulset, observed.status
+    known = (
+        status.get("rollout", {}).get("proven"),
+        status.get("revision", {}).get("lastKnownGood"),
+    )
+    return statefulset is not None and statefulset.update_revision in known
 
 
 def next_try(

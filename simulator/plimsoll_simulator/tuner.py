@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from plimsoll_engine import sequence as engine_sequence
 from plimsoll_engine.scheduler import SchedulerLimits
 from plimsoll_operator.spec import TuningMode
 from plimsoll_operator.tuning import decide
@@ -167,12 +168,18 @@ class Tuner:
             committed_blocks=pool.committed,
             max_model_len_admitted=replica.admitted_length,
             max_model_len_ceiling=replica.ceiling,
+            short_wait=_waited(replica.scheduler.first_short, now),
+            long_wait=_waited(replica.scheduler.first_long, now),
             gpu_memory_utilization=replica.utilization,
             limits_revision=replica.revision,
             step_heartbeat_age=0.0,
             prompt_lengths=page.prompts.page(),
             output_lengths=page.outputs.page(),
         )
+
+
+def _waited(sequence: engine_sequence.Sequence | None, now: float) -> float:
+    return 0.0 if sequence is None else now - sequence.request.arrival_time
 
 
 def apply(replica: Replica, limits: Limits, revision: int, now: float) -> None:

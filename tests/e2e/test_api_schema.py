@@ -35,7 +35,28 @@ def changed(path: str, value: object) -> Json:
     ("spec", "said"),
     [
         ({}, ["spec.model", "Required value"]),
-        (changed("model.uri", "oci://image"), ["spec.model.uri is oci://image", "hf://org/name"]),
+        (changed("model.uri", "oci://a b"), ["spec.model.uri is oci://a b", "hf://org/name"]),
+        (changed("model.path", "fp16"), ["spec.model.path is fp16", "only with an oci:// uri"]),
+        (
+            changed("model", {"uri": "oci://a/b:1", "path": "../etc"}),
+            ["spec.model.path is ../etc", "without .."],
+        ),
+        (
+            changed("model.cache", {"claimName": "a", "hostPath": "/b"}),
+            ["both or none of claimName and hostPath"],
+        ),
+        (
+            changed("model.cache", {"hostPath": "/b", "prefetch": True}),
+            ["spec.model.cache.prefetch is true", "only with claimName"],
+        ),
+        (
+            changed("model", {"uri": "pvc://a/b", "cache": {"claimName": "a", "prefetch": True}}),
+            ["prefetch is true", "only with an hf:// uri, not pvc://a/b"],
+        ),
+        (
+            changed("model.startupTimeout", "25h"),
+            ["spec.model.startupTimeout is 25h", "from 1m to 24h"],
+        ),
         (changed("model.uri", "org/tiny"), ["spec.model.uri is org/tiny", "pvc://claim/path"]),
         (changed("model.uri", "hf://tiny"), ["spec.model.uri is hf://tiny", "hf://org/name"]),
         (
@@ -194,7 +215,9 @@ async def test_a_name_that_no_child_could_bear_is_refused(
     await server.create_deployment("a" * 52)
 
 
-async def test_an_unknown_field_is_refused_under_strict_validation(server: ApiServer) -> None:
+async def test_an_unknown_field_is_refused_under_strict_validation_and_pruned_otherwise(
+    server: ApiServer,
+) -> None:
     body = {
         "apiVersion": "plimsoll.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -204,6 +227,8 @@ async def test_an_unknown_field_is_refused_under_strict_validation(server: ApiSe
     path = api.LLM_DEPLOYMENT.path(server.namespace)
     with pytest.raises(ApiError, match=r"unknown field .*gpuMemoryUtilisation"):
         await server._request("POST", path, query=[("fieldValidation", "Strict")], body=body)
+    stored = await server._request("POST", path, query=[("fieldValidation", "Ignore")], body=body)
+    assert stored["spec"] == {**GOOD, "replicas": 1}
 
 
 async def test_the_whole_documented_spec_is_accepted(server: ApiServer) -> None:
@@ -214,7 +239,8 @@ async def test_the_whole_documented_spec_is_accepted(server: ApiServer) -> None:
                 "revision": "main",
                 "servedName": "assistant",
                 "tokenSecretRef": {"name": "hf", "key": "token"},
-                "cache": {"claimName": "models"},
+                "cache": {"claimName": "models", "prefetch": True, "compiled": True},
+                "startupTimeout": "20m",
             },
             "runtime": {"name": "Plimsoll", "image": "mine:1", "imagePullPolicy": "Never"},
             "replicas": 2,
@@ -242,7 +268,11 @@ async def test_the_whole_documented_spec_is_accepted(server: ApiServer) -> None:
                 "progressDeadline": "30m",
             },
             "drain": "60s",
-            "resources": {"limits": {"memory": "8Gi", "cpu": 2}, "requests": {"cpu": "500m"}},
+            "resources": {
+                "limits": {"memory": "8Gi", "cpu": 2},
+                "requests": {"cpu": "500m"},
+                "sharedMemory": "1Gi",
+            },
             "podTemplate": {
                 "labels": {"team": "a"},
                 "annotations": {"note": "x"},
@@ -256,6 +286,7 @@ async def test_the_whole_documented_spec_is_accepted(server: ApiServer) -> None:
                 "securityContext": {"runAsUser": 1000},
                 "containerSecurityContext": {"readOnlyRootFilesystem": False},
                 "env": [{"name": "A", "value": "b"}],
+                "patch": {"volumes": [{"name": "extra", "emptyDir": {}}]},
             },
             "apiKeySecretRef": {"name": "api", "key": "key"},
             "monitoring": {"scrapeInterval": "5s"},

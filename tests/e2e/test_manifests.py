@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from plimsoll_local.binaries import ensure_binaries
+from plimsoll_operator import cluster as api
 from plimsoll_operator import names
+from plimsoll_operator.cluster import ApiError
 from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.spec import Deployment
 from support.apiserver import ApiServer
@@ -53,6 +56,52 @@ def _kubectl(server: ApiServer, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# What a user asks for beyond the examples, one pod each.
+PODS: dict[str, dict[str, Any]] = {
+    "smallest": {"model": {"uri": "hf://org/tiny"}},
+    "several ranks, weights of an image": {
+        "model": {"uri": "oci://registry.example/tiny:1"},
+        "parallelism": {"tensor": 4},
+        "resources": {"limits": {"memory": "8Gi"}, "sharedMemory": "1Gi"},
+    },
+    "prefetched and compiled, stock vLLM": {
+        "model": {
+            "uri": "hf://org/tiny",
+            "cache": {"claimName": "models", "prefetch": True, "compiled": True},
+        },
+        "runtime": {"name": "VLLM", "image": "vllm/vllm-openai:v0.11.0"},
+    },
+}
+
+
+async def test_every_pod_passes_the_restricted_pod_security_standard(server: ApiServer) -> None:
+    """By the API server's own admission, in a namespace that enforces it."""
+    label = f"namespace/{server.namespace}", "pod-security.kubernetes.io/enforce=restricted"
+    _kubectl(server, "label", *label)
+    specs = {path.stem: yaml.safe_load(path.read_text())["spec"] for path in MANIFESTS} | PODS
+    for spec in specs.values():
+        await _try_pod(server, build_pod_template(_deployment(spec), "engine"))
+    forbidden = {"model": {"uri": "hf://org/tiny", "cache": {"hostPath": "/data"}}}
+    with pytest.raises(ApiError, match="restricted"):
+        await _try_pod(server, build_pod_template(_deployment(forbidden), "engine"))
+
+
+def _deployment(spec: dict[str, Any]) -> Deployment:
+    metadata = {"name": "assistant", "namespace": "default", "uid": "u", "generation": 1}
+    return Deployment.parse({"metadata": metadata, "spec": spec})
+
+
+async def _try_pod(server: ApiServer, template: dict[str, Any]) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": "a-", **template["metadata"]},
+        "spec": template["spec"],
+    }
+    query = [("dryRun", "All"), ("fieldValidation", "Strict")]
+    await server._request("POST", api.POD.path(server.namespace), query=query, body=body)
 
 
 async def test_the_horizontal_pod_autoscaler_scales_what_is_there(server: ApiServer) -> None:

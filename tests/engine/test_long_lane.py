@@ -170,6 +170,43 @@ def test_waiting_for_the_lane_is_not_counted_as_being_overtaken() -> None:
     assert lane.sequences["L2"].overtaken_by == 0
 
 
+def test_short_prompts_are_computed_before_a_long_one_that_keeps_its_quarter() -> None:
+    lane = Lane(64, max_num_batched_tokens=16)
+    lane.add(("L1", 60, 4))
+    assert counts(lane.step()) == {"L1": 16}
+    lane.add(("s1", 8, 1), ("s2", 8, 1), ("s3", 2, 1))
+    assert counts(lane.step()) == {"s1": 8, "s2": 4, "L1": 4}
+    assert counts(lane.step()) == {"s2": 4, "s3": 2, "L1": 10}
+    assert counts(lane.step()) == {"L1": 16}
+
+
+def test_the_next_long_prompt_enters_when_the_one_before_is_computed_and_is_passed_till_then() -> (
+    None
+):
+    lane = Lane(64, max_num_batched_tokens=16, long_prompt_share=0.9)
+    lane.add(("L1", 40, 9), ("L2", 12, 1))
+    lane.step()
+    lane.add(("s", 4, 9))
+    lane.step()
+    assert lane.running == ["L1", "s"]
+    assert lane.sequences["L2"].overtaken_by == 0
+    # One token for s, twelve for the rest of L1, and L2 has what is left.
+    assert counts(lane.step()) == {"s": 1, "L1": 12, "L2": 3}
+
+
+def test_without_a_lane_prompts_are_computed_in_their_order() -> None:
+    lane = Lane(64, max_num_batched_tokens=16, long_prompt_share=1.0)
+    lane.move(long_prompt_tokens=None)  # type: ignore[arg-type]
+    lane.add(("L1", 60, 4))
+    lane.step()
+    lane.add(("s", 8, 1))
+    assert counts(lane.step()) == {"L1": 16}
+
+
+def counts(step: ScheduledStep) -> dict[str, int]:
+    return {chunk.sequence.request_id: chunk.count for chunk in step.chunks}
+
+
 def test_a_preempted_long_request_keeps_its_place_and_what_it_was_overtaken_by() -> None:
     lane = Lane(8, long_prompt_share=0.75)
     lane.add(("a", 8, 20), ("L1", 16, 12))

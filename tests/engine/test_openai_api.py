@@ -265,6 +265,62 @@ def test_the_models_own_sampling_defaults_are_used_and_overridden() -> None:
         assert (second.seed, third.seed) == (5, 6)
 
 
+def test_log_probabilities_of_a_whole_answer_are_bounded(server: ApiServer) -> None:
+    body = {"model": "m", "n": 64, "max_tokens": 1000}
+    text = server.post("/v1/completions", prompt="a", logprobs=20, **body)
+    chat = server.post(
+        "/v1/chat/completions",
+        messages=[{"role": "u", "content": "x"}],
+        logprobs=True,
+        top_logprobs=20,
+        **body,
+    )
+    for response, param in ((text, "logprobs"), (chat, "top_logprobs")):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert "may have 1344000: 1000 max_tokens x (20 + 1) x 64" in error["message"]
+    # The bound of a token is vLLM's default of --max-logprobs.
+    assert server.post("/v1/completions", model="m", prompt="a", logprobs=21).status_code == 400
+
+
+def test_every_answer_has_the_id_of_its_request(server: ApiServer) -> None:
+    given = {"x-request-id": "mine-1"}
+    for response in (
+        server.client.get("/health", headers=given),
+        server.client.post("/v1/completions", content=b"{", headers=given),
+    ):
+        assert response.headers["x-request-id"] == "mine-1"
+    made = [server.client.get("/version").headers["x-request-id"] for _ in range(2)]
+    assert len(set(made)) == 2
+    answer = server.post("/v1/completions", model="m", prompt="a")
+    assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+    refused = server.client.get("/v1/models", headers={"x-request-id": "x" * 257})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Request-Id")
+
+
+def test_http_requests_are_counted_as_vllm_does(server: ApiServer) -> None:
+    def counted(method: str, status: str, handler: str) -> float:
+        labels = f'{{handler="{handler}",method="{method}",status="{status}"}}'
+        return server.metrics().get(f"http_requests_total{labels}", 0)
+
+    before = counted("POST", "4xx", "/v1/completions"), counted("GET", "4xx", "none")
+    server.client.post("/v1/completions", content=b"{")
+    server.client.get("/nothing/here")
+    server.client.get("/health")
+    after = counted("POST", "4xx", "/v1/completions"), counted("GET", "4xx", "none")
+    assert after == (before[0] + 1, before[1] + 1)
+    assert counted("GET", "2xx", "/health") == 0
+
+
+def test_usage_is_told_as_the_flags_say() -> None:
+    with api_server(
+        repeat("ab"), enable_force_include_usage=True, enable_prompt_tokens_details=False
+    ) as server:
+        *_, last = server.stream(prompt="abc", max_tokens=2)
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
 def test_the_api_key_guards_v1_alone() -> None:
     with api_server(say(ANSWER, END_ID), tokenizer=TOKENIZER, api_key="secret") as server:
         refused = server.client.get("/v1/models")

@@ -248,10 +248,8 @@ COMMON = [
     ("stream", "yes", "bool"),
     ("stream_options", {"include_usage": True}, "stream: true"),
     ("stream_options", 5, "object"),
-    ("response_format", {"type": "json_object"}, "does not support"),
     ("tools", [{"type": "function"}], "does not support"),
     ("truncate_prompt_tokens", 5, "does not support"),
-    ("guided_regex", "a+", "does not support"),
 ]
 
 

@@ -156,7 +156,10 @@ async def test_none_means_that_the_child_must_not_exist() -> None:
     await pass_over(cluster, None, live(body()))
     await pass_over(cluster, None, None)
     assert cluster.requests == [f"DELETE {PATH}"]
-    assert cluster.bodies[0] == {"preconditions": {"uid": "uid-1"}}
+    assert cluster.bodies[0] == {
+        "preconditions": {"uid": "uid-1"},
+        "propagationPolicy": "Background",
+    }
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def test_the_same_as_json(tmp_path: Path, config: str, capsys: pytest.CaptureFix
     fixed = ("weightsBytes", "activationsBytesEstimated", "runtimeBytesEstimated")
     assert sum(budget[part] for part in (*fixed, "kvCacheBytes", "marginBytes")) == 80_000_000_000
     assert document["verdict"]["fits"] is True
-    assert [step["reason"] for step in document["rollout"]][:2] == ["Rolling", "Settled"]
+    reasons = [step["reason"] for step in document["rollout"]]
+    assert reasons == ["Rolling", "Settled", "Canary", "GivenUp"]
 
 
 # Status 1, a verdict that says why, and the nearest setting that works.

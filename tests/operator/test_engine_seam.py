@@ -147,3 +147,27 @@ async def test_the_least_line_that_the_tuner_goes_to_is_one_that_the_engine_take
         assert longest is not None
         both = await move(address, 3, Limits(max_model_len=longest, gpu_memory_utilization=lower))
         assert both.kind in (OutcomeKind.APPLIED, OutcomeKind.DEFERRED), both.reason
+
+
+async def test_two_replicas_under_different_pressure_keep_one_contract() -> None:
+    """Within the ceiling no request gets 400 on one and 200 on the other: the squeezed one says later. Above
+    it both say never, and both show the same ceiling."""
+    with engine(num_blocks=400) as (calm, _), engine(num_blocks=400) as (squeezed, address):
+        for revision, limits in enumerate((Limits(max_model_len=256), Limits(max_num_seqs=1)), 1):
+            moved = await move(address, revision, limits)
+            assert moved.kind is OutcomeKind.APPLIED, moved.reason
+
+        def ask(running: ApiServer, prompt: int) -> int:
+            body = {"model": "m", "prompt": [97] * prompt, "max_tokens": 2}
+            return running.client.post("/v1/completions", json=body).status_code
+
+        seen = {
+            length: (ask(calm, length), ask(squeezed, length))
+            for length in (1, 16, 250, 254, 255, 300, 1000, 2045, 2046, 2047, 4000)
+        }
+        assert reading_of(calm).max_model_len_ceiling == 2048
+        assert reading_of(squeezed).max_model_len_ceiling == 2048
+    within = {length: codes for length, codes in seen.items() if length + 2 <= 2048}
+    assert all(codes[0] == 200 for codes in within.values()), seen
+    assert {codes[1] for codes in within.values()} == {200, 429}, seen
+    assert {codes for length, codes in seen.items() if length not in within} == {(400, 400)}, seen

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,13 @@ ROLLING = statefulset(replicas=2, current="old", update="new")
             statefulset(
                 replicas=2, current="old", update="new", generation=2, observed_generation=1
             ),
+            (old(0, ready=False, waiting=CRASHING), new(1)),
+            StepReason.ROLLING,
+            [],
+        ),
+        # nor is it clear what it would come back with while somebody else's template is there
+        (
+            replace(ROLLING, foreign=True),
             (old(0, ready=False, waiting=CRASHING), new(1)),
             StepReason.ROLLING,
             [],

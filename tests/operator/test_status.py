@@ -249,7 +249,11 @@ def test_one_event_per_turn_and_none_while_nothing_turns() -> None:
     assert [(e.reason, e.warning) for e in build_events(calm, trouble)] == [("ModelTooLarge", True)]
     assert build_events(trouble, trouble) == ()
     other = conditions(Degraded=("True", "ImageError"))
-    assert [e.reason for e in build_events(trouble, other)] == ["ImageError"]
+    (event,) = build_events(trouble, other)
+    assert event.reason == "ImageError"
+    assert event.message == "Degraded True (ModelTooLarge) -> True: about ImageError"
+    (event,) = build_events({}, calm)
+    assert event.message == "Ready -> True: about Serving"
 
 
 def test_one_death_by_memory_is_one_event_and_a_stall_for_it_another() -> None:

@@ -258,3 +258,68 @@ class TestBatchBudget:
 
 def test_settings_without_a_lane_have_none() -> None:
     assert Fleet(settings()).idle(INTERVAL).limits == Limits(8192, 0.90)
+
+
+class TestBalance:
+    """Objectives: 2 s for the first token, so 30 s for a long prompt."""
+
+    @pytest.mark.parametrize(
+        ("why", "short", "long", "shares"),
+        [
+            ("long ones have waited too long, nobody else waits", 0.0, 20.0, [0.70, 0.80]),
+            ("short ones have waited too long", 1.5, 0.0, [0.70, 0.60]),
+            ("neither has used half of its patience", 0.9, 14.0, [0.70]),
+            ("both have, about as much of it", 1.5, 28.0, [0.70]),
+            ("both have, the long ones far more", 1.5, 60.0, [0.70, 0.80]),
+            ("the page does not say", None, 60.0, [0.70]),
+        ],
+    )
+    def test_who_has_waited_more_of_what_it_may_gets_a_step(
+        self, why: str, short: float | None, long: float, shares: list[float]
+    ) -> None:
+        found = fleet()
+        found.idle(15, **ROOMY, short_wait=short, long_wait=long)
+        assert found.values(Parameter.LONG_PROMPT_SHARE) == shares, why
+
+    def test_it_goes_on_by_steps_up_to_its_bounds(self) -> None:
+        up, down = fleet(), fleet()
+        up.idle(300, **ROOMY, short_wait=0.0, long_wait=30.0)
+        down.idle(300, **ROOMY, short_wait=9.0, long_wait=0.0)
+        assert up.values(Parameter.LONG_PROMPT_SHARE) == [0.70, 0.80, 0.90]
+        assert down.values(Parameter.LONG_PROMPT_SHARE) == [0.70, 0.60, 0.50]
+
+    def test_a_single_page_moves_nothing(self) -> None:
+        found = fleet()
+        for _ in range(20):
+            found.look(**ROOMY, short_wait=0.0, long_wait=30.0)
+            found.look(**ROOMY, short_wait=0.0, long_wait=0.0)
+        assert found.values(Parameter.LONG_PROMPT_SHARE) == [0.70]
+
+    def test_each_turn_of_a_day_waits_longer_than_the_one_before(self) -> None:
+        found = fleet()
+        turned = []
+        for _ in range(3):
+            for page in (
+                {"short_wait": 0.0, "long_wait": 30.0},
+                {"short_wait": 9.0, "long_wait": 0.0},
+            ):
+                before = found.state.limits.long_prompt_share
+                begin = found.now
+                while found.look(**ROOMY, **page).limits.long_prompt_share == before:
+                    assert found.now - begin < 2000
+                turned.append(found.now - begin)
+        # The first is where the tuner starts, the second its first step.
+        assert turned[2:] == pytest.approx([60, 900, 1800, 1800], abs=INTERVAL)
+
+    def test_what_past_hours_say_does_not_take_it_back(self) -> None:
+        peaks = Peaks(short=EMPTY.added([(0.38, 24)], START))
+        found = Fleet(with_lane(), Learned(peaks=peaks))
+        found.idle(15, **ROOMY, short_wait=0.0, long_wait=30.0)
+        assert found.state.limits.long_prompt_share == 0.80
+        found.idle(1500, **CALM, short_wait=0.0, long_wait=0.0)
+        assert found.state.limits.long_prompt_share == 0.80
+
+    def test_a_pinned_lane_stays(self) -> None:
+        found = Fleet(settings(**BATCH))
+        found.idle(60, **ROOMY, short_wait=0.0, long_wait=30.0)
+        assert found.state.limits.long_prompt_share is None

@@ -25,7 +25,7 @@ from support.tuning import INTERVAL, MIB, START, Fleet, settings, with_lane
 DAY = 86_400.0
 HALF_AN_HOUR = 1800.0
 BATCH = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-OFF = {"kv_cache_usage": 0.1, "waiting": 0, "running": 1}
+OFF = {"kv_cache_usage": 0.1, "waiting": 0, "running": 1, "short_wait": 2.0, "long_wait": 0.0}
 
 
 def reversals(changes: Iterable[Change]) -> list[float]:
@@ -63,6 +63,10 @@ LOADS = {
     "a queue, no lane": (settings(), FULL),
     "a queue": (with_lane(**BATCH), FULL),
     "preemptions": (with_lane(**BATCH), FULL | {"preempting": True}),
+    "both kinds waiting in turn": (
+        with_lane(**BATCH),
+        FULL | {"short_wait": 0.0, "long_wait": 29.0, "kv_cache_usage": 0.7},
+    ),
     "little free memory": (
         with_lane(**BATCH, max_utilization=0.96),
         FULL | {"device_free_low_water_bytes": 30 * MIB},

@@ -23,6 +23,8 @@ from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.executor import StepBatch
 from plimsoll_engine.metrics import EngineMetrics
+from plimsoll_engine.server.answers import UsageShown
+from plimsoll_engine.server.api_keys import read_api_keys
 from plimsoll_engine.server.app import build_app
 from plimsoll_engine.server.listener import HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
@@ -201,11 +203,12 @@ def api_server(
             defaults=defaults or SamplingDefaults(eos_token_ids=frozenset({end})),
         ),
         max_sequences=config.max_num_seqs + config.max_num_queued_reqs,
+        usage=UsageShown(config.enable_prompt_tokens_details, config.enable_force_include_usage),
     )
     listener = bind("127.0.0.1", 0)
     # Clients may connect at once; uvicorn takes them as soon as it runs.
     listener.listen()
-    server = HttpServer(build_app(service, api_key=api_key))
+    server = HttpServer(build_app(service, api_keys=read_api_keys(config)))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listener]),))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

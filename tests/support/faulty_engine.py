@@ -1,7 +1,7 @@
 """The real engine process on a device of a made-up size that sometimes has no memory.
 
 ``python -m support.faulty_engine --faults FILE [--leak] ENGINE_FLAGS``: while FILE exists, allocations
-fail at random, in steps and when the pool grows. After every eighth step, whole bookkeeping is
+fail at random, in steps and when the pool grows. After every eighth step the whole bookkeeping is
 checked; a lost or doubled block ends the engine as any bug does. ``--leak`` is such a bug.
 """
 
@@ -115,14 +115,14 @@ class CheckedLoop(EngineLoop):
 
 
 class LeakyPool(BlockPool):
-    """Forgets to give back the last block of every hundredth request."""
+    """Forgets to give back the last block of every tenth request."""
 
     _releases = 0
 
     def release(self, ids: Iterable[int]) -> None:
         ids = tuple(ids)
         self._releases += 1
-        super().release(ids[:-1] if self._releases % 100 == 0 else ids)
+        super().release(ids[:-1] if self._releases % 10 == 0 else ids)
 
 
 def main() -> int:

@@ -71,6 +71,12 @@ def crashed(
     return behave
 
 
+def succeeded(pod: Json) -> Json:
+    """Ran to its end, as a Job's pod."""
+    end = {"exitCode": 0, "reason": "Completed", "startedAt": now(), "finishedAt": now()}
+    return {"ready": False, "started": False, "state": {"terminated": end}}
+
+
 def recovered(exit_code: int, reason: str = "Error") -> Behaviour:
     """Serves again after one death."""
 
@@ -82,7 +88,7 @@ def recovered(exit_code: int, reason: str = "Error") -> Behaviour:
 
 
 class FakeKubelet:
-    """``behaviours`` by image; ``default`` for the others. A pod's status is written when it
+    """``behaviours`` by image or container; ``default`` for the others. A pod's status is written when it
     appears and again when the behaviour of its image is set anew. ``address`` is every pod's."""
 
     def __init__(self, api: ApiClient, namespace: str, address: str = "192.0.2.1") -> None:
@@ -93,11 +99,12 @@ class FakeKubelet:
         self._written: dict[str, Behaviour] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def set(self, behaviour: Behaviour, image: str | None = None) -> None:
-        if image is None:
+    def set(self, behaviour: Behaviour, of: str | None = None) -> None:
+        """``of``: an image, or the name of a container."""
+        if of is None:
             self._default = behaviour
         else:
-            self._behaviours[image] = behaviour
+            self._behaviours[of] = behaviour
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -124,7 +131,9 @@ class FakeKubelet:
             await self._core.delete_namespaced_pod(name, self._namespace, grace_period_seconds=0)
             return
         container = pod["spec"]["containers"][0]
-        behaviour = self._behaviours.get(container["image"], self._default)
+        behaviour = self._behaviours.get(container["name"]) or self._behaviours.get(
+            container["image"], self._default
+        )
         if self._written.get(uid) is behaviour:
             return
         state = {
@@ -137,7 +146,7 @@ class FakeKubelet:
         }
         ready = "True" if state["ready"] else "False"
         status = {
-            "phase": "Running" if "running" in state["state"] else "Pending",
+            "phase": _phase(state["state"]),
             "podIP": self.address,
             "podIPs": [{"ip": self.address}],
             "conditions": [
@@ -153,3 +162,9 @@ class FakeKubelet:
             _content_type="application/merge-patch+json",
         )
         self._written[uid] = behaviour
+
+
+def _phase(state: Json) -> str:
+    if "running" in state:
+        return "Running"
+    return "Succeeded" if state.get("terminated", {}).get("exitCode") == 0 else "Pending"

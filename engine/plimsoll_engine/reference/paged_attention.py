@@ -5,7 +5,8 @@ Sequences with a single query (decode) are grouped by similar numbers of blocks 
 longest of their group; the query heads of one KV head become the rows of one matrix product. The
 others (prefill chunks) are taken one by one, in tiles of queries, and each tile reads only the keys
 up to its last position. With a sliding window, blocks before it are not gathered. Both the gathered
-copies and the masks are bounded, so that the memory of a step does not grow with the pool.
+copies and the masks are bounded, so that the memory of a step does not grow with the pool. All
+layers gather into the same memory: fresh pages cost several times what the copy does.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class GatherPlan:
     # prefill chunks.
     staircase: torch.Tensor | None
     sliding_window: int | None
+    # [2, most blocks of a group or chunk, row_elements]: where keys and values are gathered.
+    gathered: torch.Tensor
 
 
 def paged_attention(
@@ -101,15 +104,14 @@ def plan_gather(
         mask = torch.full((QUERY_TILE, longest + QUERY_TILE), -math.inf, dtype=dtype)
         before_window = 0 if sliding_window is None else mask.tril(longest - sliding_window)
         staircase = mask.triu_(longest + 1).add_(before_window)
-    return GatherPlan(
-        tuple(
-            _decode_group(group, starts, batch, rows, layout, dtype, sliding_window)
-            for group in _group_by_length(decodes, batch.context_lens, layout, sliding_window)
-        ),
-        tuple(prefills),
-        staircase,
-        sliding_window,
+    groups = tuple(
+        _decode_group(group, starts, batch, rows, layout, dtype, sliding_window)
+        for group in _group_by_length(decodes, batch.context_lens, layout, sliding_window)
     )
+    read = (*(group.key_rows for group in groups), *(chunk.key_rows for chunk in prefills))
+    most = max(map(len, read))
+    gathered = torch.empty((2, most, layout.row_elements), dtype=layout.dtype)
+    return GatherPlan(groups, tuple(prefills), staircase, sliding_window, gathered)
 
 
 def _visible_blocks(
@@ -192,21 +194,27 @@ def attend(
     """One layer of a step; ``rows`` are the cache's."""
     out = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        _attend_decode(out, query, rows, layout, layer, group, scale, soft_cap)
+        _attend_decode(out, query, rows, layout, layer, group, plan, scale, soft_cap)
     for chunk in plan.prefills:
         _attend_prefill(out, query, rows, layout, layer, chunk, plan, scale, soft_cap)
     return out
 
 
 def _gather(
-    rows: torch.Tensor, layout: KVLayout, layer: int, key_rows: torch.Tensor, sequences: int
+    rows: torch.Tensor,
+    layout: KVLayout,
+    layer: int,
+    key_rows: torch.Tensor,
+    sequences: int,
+    into: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, each [sequences, kv_heads, positions, head_size]."""
+    """Keys and values, each [sequences, kv_heads, positions, head_size], until the next call."""
     first = key_rows + 2 * layer * layout.blocks_per_segment
     shape = (sequences, -1, layout.num_kv_heads, layout.head_size)
-    keys = rows.index_select(0, first).view(shape).transpose(1, 2)
-    values = rows.index_select(0, first + layout.blocks_per_segment).view(shape).transpose(1, 2)
-    return keys, values
+    keys, values = into[:, : len(key_rows)]
+    torch.index_select(rows, 0, first, out=keys)
+    torch.index_select(rows, 0, first + layout.blocks_per_segment, out=values)
+    return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
 
 def _attend_decode(
@@ -216,11 +224,12 @@ def _attend_decode(
     layout: KVLayout,
     layer: int,
     group: DecodeGroup,
+    plan: GatherPlan,
     scale: float,
     soft_cap: float | None,
 ) -> None:
     sequences = len(group.queries)
-    keys, values = _gather(rows, layout, layer, group.key_rows, sequences)
+    keys, values = _gather(rows, layout, layer, group.key_rows, sequences, plan.gathered)
     packed = query[group.queries].view(sequences, layout.num_kv_heads, -1, layout.head_size)
     result = _weigh(packed, keys, values, group.mask, scale, soft_cap)
     out[group.queries] = result.reshape(sequences, -1, layout.head_size)
@@ -237,7 +246,7 @@ def _attend_prefill(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    keys, values = _gather(rows, layout, layer, chunk.key_rows, 1)
+    keys, values = _gather(rows, layout, layer, chunk.key_rows, 1, plan.gathered)
     staircase, window = plan.staircase, plan.sliding_window
     assert staircase is not None
     longest = staircase.shape[1] - QUERY_TILE

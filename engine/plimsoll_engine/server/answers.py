@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,17 @@ class Part:
     opening: bool = False
 
 
+@dataclass(frozen=True)
+class UsageShown:
+    """What of usage is told: how many tokens of prompts were cached; in streams, unasked."""
+
+    details: bool = True
+    always: bool = False
+
+
+USAGE_AS_ASKED = UsageShown()
+
+
 class Answer(ABC):
     """Counts usage, and frames parts as chunks or as a whole."""
 
@@ -61,17 +72,21 @@ class Answer(ABC):
         model: str,
         prompts: Sequence[Prompt],
         token_text: TokenText,
+        usage: UsageShown = USAGE_AS_ASKED,
     ) -> None:
         self._answer_id = answer_id
         self._model = model
         self._prompts = prompts
         self._token_text = token_text
         self._n = request.n or 1
-        self._include_usage = request.include_usage
-        self._continuous_usage = request.continuous_usage
+        self._include_usage = request.include_usage or usage.always
+        self._continuous_usage = self._include_usage and request.continuous_usage
+        self._details = usage.details
         self._created = int(time.time())
         self._num_tokens = [0] * (len(prompts) * self._n)
         self._cached_tokens = [0] * len(self._num_tokens)
+        # Told of every generated token before its part is sent.
+        self.on_tokens: Callable[[int], object] | None = None
 
     @abstractmethod
     def parts(self, delta: ChoiceDelta) -> list[Part]:
@@ -113,16 +128,24 @@ class Answer(ABC):
     def usage(self) -> dict[str, Any]:
         """Each prompt counts once, whatever n is: its cached tokens are those that the first of
         its choices found."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
         completion_tokens = sum(self._num_tokens)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens[:: self._n])},
         }
+        if self._details:
+            cached_tokens = sum(self._cached_tokens[:: self._n])
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return usage
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
 
     def _count(self, delta: ChoiceDelta) -> list[Part]:
+        if self.on_tokens is not None:
+            self.on_tokens(delta.num_tokens - self._num_tokens[delta.index])
         self._num_tokens[delta.index] = delta.num_tokens
         self._cached_tokens[delta.index] = delta.num_cached_tokens
         return self.parts(delta)

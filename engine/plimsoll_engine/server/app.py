@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the API key, and every error in one shape.
+"""The HTTP application: routes, API keys, and every error in one shape.
 
 In: a Service. Out: an ASGI app. Everything here answers from values at hand and never waits for
 the core, so ``/health`` and ``/metrics`` are quick however busy the engine is.
@@ -6,7 +6,6 @@ the core, so ``/health`` and ``/metrics`` are quick however busy the engine is.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +18,12 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plimsoll_engine import __version__
 from plimsoll_engine.reports import EngineSnapshot
+from plimsoll_engine.server.api_keys import ApiKeys, KeyAuth, KeyMetrics
 from plimsoll_engine.server.errors import SERVER_FAILED, ApiError, error_response, invalid_value
+from plimsoll_engine.server.middleware import HttpMetrics, RequestIds
 from plimsoll_engine.server.protocol import DetokenizeRequest, TokenizeRequest
 from plimsoll_engine.server.service import Service
 from plimsoll_engine.server.validation import check_token_ids
@@ -33,7 +33,7 @@ from plimsoll_engine.server.validation import check_token_ids
 STALE_HEARTBEAT_SECONDS = 60.0
 
 
-def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
+def build_app(service: Service, *, api_keys: ApiKeys | None = None) -> Starlette:
     endpoints = Endpoints(service)
     routes = [
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
@@ -47,9 +47,18 @@ def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
     ]
+    metrics = service.metrics
+    paths = [route.path for route in routes]
+    middleware = [
+        Middleware(HttpMetrics, registry=metrics.registry, paths=paths),
+        Middleware(RequestIds),
+    ]
+    if api_keys is not None:
+        counters = KeyMetrics(metrics.registry, metrics.labels)
+        middleware.append(Middleware(KeyAuth, keys=api_keys, metrics=counters))
     return Starlette(
         routes=routes,
-        middleware=[] if api_key is None else [Middleware(BearerAuth, api_key=api_key)],
+        middleware=middleware,
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
@@ -141,23 +150,6 @@ class Endpoints:
 def is_stuck(snapshot: EngineSnapshot) -> bool:
     pending = snapshot.running + snapshot.waiting
     return pending > 0 and snapshot.heartbeat_age > STALE_HEARTBEAT_SECONDS
-
-
-class BearerAuth:
-    """Guards /v1/ alone: probes and scrapers have no key."""
-
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(401, "The API key is missing or wrong")
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _answer_api_error(http: HttpRequest, error: Exception) -> Response:

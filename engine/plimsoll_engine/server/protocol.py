@@ -24,6 +24,8 @@ MAX_LOGPROBS = 20
 # Log-probabilities of prompts that one request may ask for, at about 200 bytes of host memory each:
 # positions times (logprobs + 1) times n.
 MAX_PROMPT_LOGPROBS = 1 << 18
+# Log-probabilities that an answer may hold until it is whole, at the same price each.
+MAX_OUTPUT_LOGPROBS = 1 << 20
 # Entries of stop_token_ids and of logit_bias.
 MAX_TOKEN_ENTRIES = 1024
 MAX_STOP_STRINGS = 64
@@ -70,7 +72,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)] | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
@@ -90,7 +92,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def continuous_usage(self) -> bool:
         options = self.stream_options
-        return self.include_usage and bool(options and options.continuous_usage_stats)
+        return options is not None and bool(options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -161,6 +163,7 @@ REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "best_of": (1,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "prompt_embeds": (),

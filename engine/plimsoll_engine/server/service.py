@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,14 @@ from starlette.responses import Response
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.metrics import EngineMetrics
 from plimsoll_engine.sampling_params import SamplingParams
-from plimsoll_engine.server.answers import Answer, ChatAnswer, CompletionAnswer
+from plimsoll_engine.server.answers import (
+    USAGE_AS_ASKED,
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    UsageShown,
+)
+from plimsoll_engine.server.api_keys import KeyUse
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.generation import Generation
 from plimsoll_engine.server.protocol import (
@@ -40,6 +46,7 @@ from plimsoll_engine.server.validation import (
     SamplingDefaults,
     build_sampling_params,
     check_characters,
+    check_output_logprobs,
     check_prompt_logprobs,
     check_template_kwargs,
     check_vocabulary,
@@ -76,12 +83,14 @@ class Service:
         model: ServedModel,
         *,
         max_sequences: int,
+        usage: UsageShown = USAGE_AS_ASKED,
     ) -> None:
         self.core = core
         self.codec = codec
         self.metrics = metrics
         self.model = model
         self._max_sequences = max_sequences
+        self._usage = usage
         # Generating requests between their first and last byte.
         self.load = 0
         # Set at SIGTERM: probes fail, so that nobody sends more.
@@ -104,12 +113,16 @@ class Service:
                 max_tokens = min(DEFAULT_COMPLETION_TOKENS, self._room(prompt))
             params = self._sampling_params(request, max_tokens, logprobs, grammar)
             sequences += self._choices(prompt, params, request.n or 1)
+        if not request.stream:
+            longest = max(params.max_tokens for _, params in sequences)
+            check_output_logprobs("logprobs", logprobs.output, longest, len(sequences))
         answer = CompletionAnswer(
             request,
             answer_id=_answer_id("cmpl", http, request),
             model=request.model or self.model.names[0],
             prompts=prompts,
             token_text=self.codec.token_text,
+            usage=self._usage,
         )
         return await self._answer(http, request, answer, sequences, arrival_time)
 
@@ -128,6 +141,8 @@ class Service:
         prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
         if max_tokens is None:
             max_tokens = self._room(prompt)
+        if not request.stream:
+            check_output_logprobs("top_logprobs", logprobs.output, max_tokens, request.n or 1)
         grammar = await self._read_grammar(request)
         params = self._sampling_params(request, max_tokens, logprobs, grammar)
         answer = ChatAnswer(
@@ -136,6 +151,7 @@ class Service:
             model=request.model or self.model.names[0],
             prompts=[prompt],
             token_text=self.codec.token_text,
+            usage=self._usage,
         )
         sequences = self._choices(prompt, params, request.n or 1)
         return await self._answer(http, request, answer, sequences, arrival_time)
@@ -281,6 +297,10 @@ class Service:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._counted())
             await stack.enter_async_context(generation)
+            use: KeyUse | None = http.scope.get("key_use")
+            if use is not None:
+                use.prompt_tokens.inc(answer.prompt_tokens)
+                answer.on_tokens = use.generation_tokens.inc
             if request.stream:
                 return EventStream(answer.events(generation), stack.pop_all())
             document = await until_disconnect(http.receive, answer.whole(generation))
@@ -296,5 +316,4 @@ class Service:
 
 
 def _answer_id(prefix: str, http: HttpRequest, request: GenerationRequest) -> str:
-    name = request.request_id or http.headers.get("x-request-id") or uuid.uuid4().hex
-    return f"{prefix}-{name}"
+    return f"{prefix}-{request.request_id or http.scope['request_id']}"

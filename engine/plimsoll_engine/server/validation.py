@@ -15,6 +15,7 @@ import msgspec
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import (
+    MAX_OUTPUT_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
@@ -188,6 +189,22 @@ def check_prompt_logprobs(positions: int, logprobs: int | None, n: int) -> None:
             f"at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in one request; with echo "
             f"this one makes {entries}: {positions} prompt tokens x (logprobs {logprobs} + 1) x n "
             f"{n}",
+        )
+
+
+def check_output_logprobs(param: str, logprobs: int | None, max_tokens: int, choices: int) -> None:
+    """Raises ApiError(400) for an answer that would hold more than host memory is meant to; None
+    asks for none."""
+    if logprobs is None:
+        return
+    entries = max_tokens * (logprobs + 1) * choices
+    if entries > MAX_OUTPUT_LOGPROBS:
+        raise invalid_value(
+            param,
+            logprobs,
+            f"at most {MAX_OUTPUT_LOGPROBS} log-probabilities in an answer that is not streamed; "
+            f"this one may have {entries}: {max_tokens} max_tokens x ({logprobs} + 1) x {choices} "
+            "choices. Set a smaller max_tokens, or stream",
         )
 
 

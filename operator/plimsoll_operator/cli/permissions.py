@@ -72,6 +72,7 @@ OPERATOR_RULES = (
     Rule(names.GROUP, (f"{names.PROFILE_PLURAL}/status",), ("patch",)),
     Rule("", ("services", "configmaps", "secrets"), ("get", "create", "patch", "delete")),
     Rule("apps", ("statefulsets",), ("get", "list", "watch", "create", "patch", "delete")),
+    Rule("batch", ("jobs",), ("get", "create", "patch", "delete")),
     Rule("policy", ("poddisruptionbudgets",), ("get", "create", "patch", "delete")),
     Rule("networking.k8s.io", ("networkpolicies",), ("get", "create", "patch", "delete")),
     Rule("", ("pods",), ("get", "list", "watch", "delete")),

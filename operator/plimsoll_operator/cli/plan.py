@@ -16,7 +16,7 @@ from plimsoll_operator.budget.verdict import Verdict
 from plimsoll_operator.cli import words
 from plimsoll_operator.desired import build_children
 from plimsoll_operator.desired.pod import build_pod_template
-from plimsoll_operator.observed import Credentials, Observed, StatefulSet
+from plimsoll_operator.observed import Credentials, Observed, Pod, StatefulSet
 from plimsoll_operator.plan import Step, next_step
 from plimsoll_operator.runtimes import vllm_flags
 from plimsoll_operator.spec import Deployment, RuntimeName
@@ -92,18 +92,44 @@ def build_situations(deployment: Deployment) -> tuple[Situation, ...]:
     """What the operator does first, and what it will do with a later change."""
     replicas = deployment.replicas
     settled = StatefulSet(replicas, 0, 1, 1, "old", "old")
-    changed = replace(settled, update_revision="new")
     nothing = _observed(deployment, None)
     return (
         Situation("nothing is there yet", next_step(nothing, given_up=False)),
         Situation("every pod serves", next_step(_observed(deployment, settled), given_up=False)),
         Situation(
-            "the pod template is changed", next_step(_observed(deployment, changed), given_up=False)
+            "the pod template is changed",
+            next_step(
+                replace(_observed(deployment, settled), pods=_serving(replicas)),
+                given_up=False,
+                applied=False,
+            ),
         ),
         Situation(
             "the first template cannot work",
             next_step(_observed(deployment, settled), given_up=True),
         ),
+    )
+
+
+def _serving(replicas: int) -> tuple[Pod, ...]:
+    """As far as a step depends on them."""
+    return tuple(
+        Pod(
+            name=f"pod-{ordinal}",
+            uid="",
+            ordinal=ordinal,
+            ip=None,
+            node=None,
+            revision="old",
+            created_at=0.0,
+            deleting=False,
+            ready=True,
+            ready_since=0.0,
+            phase="Running",
+            unschedulable=None,
+            container=None,
+        )
+        for ordinal in range(replicas)
     )
 
 

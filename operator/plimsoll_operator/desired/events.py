@@ -37,5 +37,14 @@ def build_events(previous: Json, status: Json) -> tuple[Event, ...]:
         told = (*turn, reason) in _TOLD
         if turn in _TURNS and not told and before.get(condition["type"]) != now:
             # A stall turns several conditions for one reason: that is one Event.
-            events[reason] = Event(reason, condition["message"], warning=_TURNS[turn])
+            message = f"{_turn(condition['type'], before)} -> {now[0]}: {condition['message']}"
+            events[reason] = Event(reason, message, warning=_TURNS[turn])
     return tuple(events.values())
+
+
+def _turn(condition: str, before: dict[str, tuple[str, str]]) -> str:
+    """The condition and what it was before, as ``Stalled False (AsExpected)``."""
+    if condition not in before:
+        return condition
+    status, reason = before[condition]
+    return f"{condition} {status} ({reason})"

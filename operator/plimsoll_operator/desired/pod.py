@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll_operator import names, runtimes
+from plimsoll_operator.desired.merge import merged
 from plimsoll_operator.runtimes.program import SCRATCH_DIR, TMP_DIR, Program
-from plimsoll_operator.spec import Deployment, ModelSource, RuntimeName
+from plimsoll_operator.spec import Cache, Deployment, ModelSource, RuntimeName
 
 # Endpoints need this long to forget a stopping pod; until then it still serves.
 PRESTOP_SECONDS = 5
@@ -33,15 +34,7 @@ def build_pod_template(deployment: Deployment, default_image: str) -> Json:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": int(PRESTOP_SECONDS + deployment.drain + EXIT_SECONDS),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": NON_ROOT_ID,
-            "runAsGroup": NON_ROOT_ID,
-            "fsGroup": NON_ROOT_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-            **template.security_context,
-        },
+        "securityContext": pod_security_context(deployment),
         "containers": [_container(deployment, programs.main, default_image)],
         "volumes": [volume for volume, _ in _volumes(deployment)],
         **template.fields,
@@ -49,11 +42,33 @@ def build_pod_template(deployment: Deployment, default_image: str) -> Json:
     if programs.before is not None:
         before = _container(deployment, programs.before, default_image)
         spec["initContainers"] = [{**before, "restartPolicy": "Always"}]
-    return {"metadata": metadata, "spec": spec}
+    return {"metadata": metadata, "spec": merged(spec, template.patch)}
+
+
+def pod_security_context(deployment: Deployment) -> Json:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": NON_ROOT_ID,
+        "runAsGroup": NON_ROOT_ID,
+        "fsGroup": NON_ROOT_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **deployment.pod_template.security_context,
+    }
+
+
+def restricted(users: Json | None = None) -> Json:
+    """A container's security context, with the user's own over it."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        **(users or {}),
+    }
 
 
 def _container(deployment: Deployment, program: Program, default_image: str) -> Json:
-    mounts = [mount for _, mount in _volumes(deployment)]
+    mounts = [mount for _, mount in _volumes(deployment)] + _compiled_mount(deployment)
     own = program.resources
     container: Json = {
         "name": program.name,
@@ -64,13 +79,10 @@ def _container(deployment: Deployment, program: Program, default_image: str) -> 
         **program.probes,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(deployment) if own is None else own,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            # What the user allows is for the engine.
-            **(deployment.pod_template.container_security_context if own is None else {}),
-        },
+        # What the user allows is for the engine.
+        "securityContext": restricted(
+            deployment.pod_template.container_security_context if own is None else {}
+        ),
         "volumeMounts": [
             mount for mount in mounts if program.mounts is None or mount["name"] in program.mounts
         ],
@@ -121,11 +133,17 @@ def _volumes(deployment: Deployment) -> list[tuple[Json, Json]]:
         ({"name": "scratch", "emptyDir": {}}, {"mountPath": SCRATCH_DIR}),
         ({"name": "tmp", "emptyDir": {}}, {"mountPath": TMP_DIR}),
     ]
-    if model.cache_claim is not None:
-        cache: Json = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
-    else:
-        cache = {"emptyDir": {}}
-    pairs.append(({"name": "models", **cache}, {"mountPath": names.HF_HOME}))
+    weights: Json = {"mountPath": names.HF_HOME}
+    if model.cache.prefetch:
+        weights["readOnly"] = True
+    pairs.append(({"name": "models", **cache_volume(model.cache)}, weights))
+    if model.image is not None:
+        pairs.append(
+            (
+                {"name": "model", "image": {"reference": model.image}},
+                {"mountPath": names.MODEL_DIR, "readOnly": True},
+            )
+        )
     if model.source is ModelSource.CLAIM:
         claim = {"claimName": model.claim, "readOnly": True}
         pairs.append(
@@ -134,8 +152,35 @@ def _volumes(deployment: Deployment) -> list[tuple[Json, Json]]:
                 {"mountPath": names.MODEL_DIR, "readOnly": True},
             )
         )
-    if deployment.tensor_parallel_size > 1 or deployment.runtime is RuntimeName.VLLM:
+    size, several = deployment.shared_memory, deployment.tensor_parallel_size > 1
+    if size is not None or several or deployment.runtime is RuntimeName.VLLM:
         # Ranks exchange tensors through shared memory, and vLLM's processes their requests (160 MiB
         # for one worker in 0.32); a container's default is 64 MiB.
-        pairs.append(({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"}))
+        medium: Json = {"medium": "Memory"}
+        if size is not None:
+            medium["sizeLimit"] = size
+        pairs.append(({"name": "shm", "emptyDir": medium}, {"mountPath": "/dev/shm"}))
     return [(volume, {"name": volume["name"], **mount}) for volume, mount in pairs]
+
+
+def cache_volume(cache: Cache) -> Json:
+    """Where ``HF_HOME`` is; without a cache a folder of the pod."""
+    if cache.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": cache.claim}}
+    if cache.host_path is not None:
+        return {"hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    return {"emptyDir": {}}
+
+
+def _compiled_mount(deployment: Deployment) -> list[Json]:
+    """A folder of the cache's volume, writable even where the weights are not."""
+    cache = deployment.model.cache
+    if not cache.compiled:
+        return []
+    return [
+        {
+            "name": "models",
+            "mountPath": names.COMPILED_DIR,
+            "subPath": names.COMPILED_FOLDER,
+        }
+    ]

@@ -291,7 +291,8 @@ def _revision(report: Report) -> Json:
     if statefulset is None:
         return dict(previous)
     updated, good = statefulset.update_revision, previous.get("lastKnownGood")
-    if complete(report.view) and report.view.wanted > 0:
+    # What somebody else has put there may serve, and is not what is wanted.
+    if complete(report.view) and report.view.wanted > 0 and not statefulset.foreign:
         good = updated
     blocked = [name for name in previous.get("blocked", []) if name != updated]
     was_blocked = updated in previous.get("blocked", [])

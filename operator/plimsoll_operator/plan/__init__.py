@@ -106,6 +106,14 @@ def next_step(
     if statefulset.current_revision == statefulset.update_revision:
         return Step(replicas=wanted, partition=0, reason=StepReason.SETTLED)
     limit = wanted + _surged(observed, statefulset)
+    if statefulset.foreign or not _is_seen(statefulset):
+        # Nobody can tell whose template the controller is at: nothing moves before that is put right.
+        return Step(
+            replicas=limit,
+            partition=statefulset.partition,
+            reason=StepReason.CANARY if statefulset.partition else StepReason.ROLLING,
+            on_delete=statefulset.on_delete,
+        )
     old = [pod for pod in observed.pods if pod.revision != statefulset.update_revision]
     if proven or not _wants_canary(observed, old, limit):
         return _roll(statefulset, old, limit)
@@ -175,9 +183,9 @@ def _hold_canary(
 
 
 def _roll(statefulset: StatefulSet, old: Iterable[Pod], limit: int) -> Step:
-    """All of them, the broken ones at once. Not before the controller may act from ordinal 0 on: a
-    deleted pod would come back with its old template."""
-    if not _is_seen(statefulset) or statefulset.partition > 0 or statefulset.on_delete:
+    """All of them, the broken ones at once. Not while a partition protects them: a deleted pod would come
+    back with its old template."""
+    if statefulset.partition > 0 or statefulset.on_delete:
         return Step(replicas=limit, partition=0, reason=StepReason.ROLLING)
     broken = tuple(pod for pod in old if not pod.deleting and is_broken(pod))
     reason = StepReason.REPLACE_BROKEN if broken else StepReason.ROLLING

@@ -12,15 +12,17 @@ from typing import Any
 from plimsoll_operator import names
 from plimsoll_operator.runtimes.program import (
     SCRATCH_DIR,
-    STARTUP_BUDGET_SECONDS,
     TMP_DIR,
     Program,
     Programs,
+    compiled_dir,
     from_field,
     from_limit,
     from_secret,
     http_probe,
     model_path,
+    offline,
+    startup_failures,
     value,
     with_users,
 )
@@ -52,7 +54,7 @@ def programs(deployment: Deployment) -> Programs:
                     "/health",
                     period=STARTUP_PERIOD_SECONDS,
                     timeout=5,
-                    failures=STARTUP_BUDGET_SECONDS // STARTUP_PERIOD_SECONDS,
+                    failures=startup_failures(deployment.model, STARTUP_PERIOD_SECONDS),
                 ),
                 # A busy engine answers late: Kubernetes' default of one second would restart it.
                 "livenessProbe": http_probe("/health", period=10, timeout=10, failures=3),
@@ -90,15 +92,17 @@ def arguments(deployment: Deployment) -> list[str]:
 def environment(deployment: Deployment) -> tuple[dict[str, Any], ...]:
     """Identity and limits by the downward API, every cache under a writable mount, and the
     user's own variables last; a name that is already set is replaced."""
+    compiled = compiled_dir(deployment.model)
     variables: list[dict[str, Any]] = [
         from_field("POD_NAME", "metadata.name"),
         from_limit("PLIMSOLL_MEMORY_LIMIT", "limits.memory"),
         value("HF_HOME", names.HF_HOME),
         value("HOME", SCRATCH_DIR),
         value("XDG_CACHE_HOME", f"{SCRATCH_DIR}/cache"),
-        value("TRITON_CACHE_DIR", f"{SCRATCH_DIR}/triton"),
-        value("TORCHINDUCTOR_CACHE_DIR", f"{SCRATCH_DIR}/inductor"),
+        value("TRITON_CACHE_DIR", f"{compiled}/triton"),
+        value("TORCHINDUCTOR_CACHE_DIR", f"{compiled}/inductor"),
         value("TMPDIR", TMP_DIR),
+        *offline(deployment.model),
     ]
     if deployment.on_cpu:
         variables.append(from_limit("OMP_NUM_THREADS", "limits.cpu"))

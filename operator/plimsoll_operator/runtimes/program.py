@@ -5,6 +5,7 @@ Values and small builders of Kubernetes' own structures. Knows no engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,6 @@ Json = dict[str, Any]
 
 SCRATCH_DIR = "/scratch"
 TMP_DIR = "/tmp"
-
-# Weights of hundreds of gigabytes take long; an engine that cannot start exits by itself.
-STARTUP_BUDGET_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,24 @@ class Programs:
 
     main: Program
     before: Program | None = None
+
+
+def startup_failures(model: Model, period: int) -> int:
+    """How often the start-up probe may fail, asked every ``period`` seconds."""
+    return max(1, math.ceil(model.startup_timeout / period))
+
+
+def compiled_dir(model: Model) -> str:
+    """Where compilers keep what they make: with ``compiled`` beside the weights, so that the next pod
+    finds it. They key it themselves by versions and device."""
+    return names.COMPILED_DIR if model.cache.compiled else SCRATCH_DIR
+
+
+def offline(model: Model) -> list[Json]:
+    """After a prefetch the weights are there, and their volume is read-only."""
+    if not model.cache.prefetch:
+        return []
+    return [value("HF_HUB_OFFLINE", "1"), value("HF_MODULES_CACHE", f"{SCRATCH_DIR}/modules")]
 
 
 def model_path(model: Model) -> str:

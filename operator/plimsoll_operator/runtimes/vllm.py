@@ -18,15 +18,17 @@ from plimsoll_operator import names
 from plimsoll_operator.runtimes import vllm_launcher
 from plimsoll_operator.runtimes.program import (
     SCRATCH_DIR,
-    STARTUP_BUDGET_SECONDS,
     TMP_DIR,
     Json,
     Program,
     Programs,
+    compiled_dir,
     from_limit,
     from_secret,
     http_probe,
     model_path,
+    offline,
+    startup_failures,
     value,
     with_users,
 )
@@ -83,7 +85,7 @@ def _engine(deployment: Deployment) -> Program:
         probes={
             "startupProbe": _exec_probe(
                 period=STARTUP_PERIOD_SECONDS,
-                failures=STARTUP_BUDGET_SECONDS // STARTUP_PERIOD_SECONDS,
+                failures=startup_failures(deployment.model, STARTUP_PERIOD_SECONDS),
             ),
             "livenessProbe": _exec_probe(period=30, failures=3),
         },
@@ -151,18 +153,20 @@ def arguments(deployment: Deployment) -> list[str]:
 
 def environment(deployment: Deployment) -> tuple[Json, ...]:
     """Every cache under a writable mount, and the user's own variables last."""
+    compiled = compiled_dir(deployment.model)
     variables = [
         value("HF_HOME", names.HF_HOME),
         value("HOME", SCRATCH_DIR),
         # torch asks who it is, and the user of the pod has no entry in the image's passwd.
         value("USER", "vllm"),
         value("XDG_CACHE_HOME", f"{SCRATCH_DIR}/cache"),
-        value("VLLM_CACHE_ROOT", f"{SCRATCH_DIR}/vllm"),
+        value("VLLM_CACHE_ROOT", f"{compiled}/vllm"),
         value("VLLM_CONFIG_ROOT", f"{SCRATCH_DIR}/vllm-config"),
         value("VLLM_NO_USAGE_STATS", "1"),
-        value("TRITON_CACHE_DIR", f"{SCRATCH_DIR}/triton"),
-        value("TORCHINDUCTOR_CACHE_DIR", f"{SCRATCH_DIR}/inductor"),
+        value("TRITON_CACHE_DIR", f"{compiled}/triton"),
+        value("TORCHINDUCTOR_CACHE_DIR", f"{compiled}/inductor"),
         value("TMPDIR", TMP_DIR),
+        *offline(deployment.model),
     ]
     if deployment.on_cpu:
         variables.append(from_limit("OMP_NUM_THREADS", "limits.cpu"))

@@ -45,6 +45,9 @@ def fit_share(situation: Situation) -> Proposal | None:
         return None
     if short.total < policy.short_windows or situation.since(share) < policy.share_interval:
         return None
+    if situation.last_rule(share) is Rule.BALANCE:
+        # Who waits is a better witness than who was there in past hours.
+        return None
     wanted = round(1 - policy.short_margin * peak, 2)
     value = min(max(wanted, policy.long_share_least), policy.long_share_most)
     if abs(value - now) < policy.share_deadband:
@@ -57,6 +60,41 @@ def fit_share(situation: Situation) -> Proposal | None:
         f"short prompts held {peak:.0%} of the cache at their peaks",
         f"long prompts hold at most {value:.0%}",
         {"shortPeak": peak},
+    )
+
+
+def balance_lane(situation: Situation) -> Proposal | None:
+    """Long prompts or the others have waited too long for what they may wait, and the other side
+    has not: the lane gives or takes a step."""
+    policy, settings, share = situation.policy, situation.settings, Parameter.LONG_PROMPT_SHARE
+    now = situation.limits.long_prompt_share
+    if now is None or not settings.may_move(share):
+        return None
+    goal = settings.time_to_first_token
+    short = max((s.short_wait for s in situation.signals if s.short_wait is not None), default=None)
+    long = max((s.long_wait for s in situation.signals if s.long_wait is not None), default=None)
+    if short is None or long is None:
+        return None
+    of_short, of_long = short / goal, long / (policy.long_patience * goal)
+    more, less = max(of_short, of_long), min(of_short, of_long)
+    if more < policy.balance_pressed or more < policy.balance_ratio * less:
+        return None
+    up = of_long > of_short
+    if situation.since(share) < situation.turn_wait(share, up=up):
+        return None
+    wanted = round(now + (policy.balance_step if up else -policy.balance_step), 2)
+    value = min(max(wanted, policy.long_share_least), policy.balance_most)
+    if (value > now) is not up or value == now:
+        return None
+    return Proposal(
+        share,
+        value,
+        wanted,
+        Rule.BALANCE,
+        f"the first long prompt has waited {long:.1f} s of {policy.long_patience * goal:g} s, "
+        f"the first other {short:.1f} s of {goal:g} s",
+        f"long prompts hold at most {value:.0%}",
+        {"longWait": long, "shortWait": short},
     )
 
 

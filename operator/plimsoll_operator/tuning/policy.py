@@ -58,6 +58,16 @@ class TuningPolicy:
     long_share_most: float = 0.85
     share_deadband: float = 0.05
     share_interval: float = 10 * 60.0
+    # Who has used up half of its patience, and twice as much of it as the other, gets a step of the
+    # lane; a turn waits a minute, the next ones longer, as recoveries do. A step of 0.10 beat 0.05
+    # in simulated bursts of long prompts (docs/log.md), and the few that lead from end to end leave
+    # earlier turns in the history.
+    balance_pressed: float = 0.5
+    balance_ratio: float = 2.0
+    balance_step: float = 0.10
+    balance_most: float = 0.90
+    balance_interval: float = 15.0
+    balance_turn: float = 60.0
     # Preemption. The same measurement: above 0.10 there are no fewer preemptions, and 3 % less
     # throughput. It goes back once there has been room for ten minutes.
     watermark_step: float = 0.025

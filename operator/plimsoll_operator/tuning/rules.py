@@ -11,6 +11,7 @@ from dataclasses import replace
 from plimsoll_operator.tuning.admission_rules import (
     admit_less,
     admit_more,
+    balance_lane,
     fit_lane,
     fit_share,
     hold_back_growth,
@@ -59,6 +60,7 @@ RULES: tuple[Callable[[Situation], Proposal | None], ...] = (
     keep_headroom,
     hold_back_growth,
     use_free_memory,
+    balance_lane,
     admit_less,
     admit_more,
     let_more_run,

@@ -36,6 +36,9 @@ class Signals:
     preemption_rate: float | None
     mean_queue_time: float | None
     allocation_failures: float | None
+    # The least that the first of a lane had waited on the last two pages, in seconds.
+    short_wait: float | None = None
+    long_wait: float | None = None
     # Requests that ended since the page before, by tokens.
     prompts: LengthCounts = ()
     outputs: LengthCounts = ()
@@ -90,6 +93,12 @@ def increase(window: Window, counter: str) -> float | None:
         return None
     before, after = (getattr(reading, counter) for reading in window[-2:])
     return None if before is None or after is None else after - before
+
+
+def on_both(window: Window, gauge: str) -> float | None:
+    """What the last two pages both reach; None with fewer."""
+    values = [getattr(reading, gauge) for reading in window[-2:]]
+    return None if len(values) < 2 or None in values else min(values)
 
 
 def lengths_since(window: Window, histogram: str) -> LengthCounts:
@@ -151,6 +160,8 @@ def judge(window: Window) -> Signals | Unknown:
         preemption_rate=rate(window, "preemptions_total"),
         mean_queue_time=None if not queued or waited is None else waited / queued,
         allocation_failures=increase(window, "allocation_failures_total"),
+        short_wait=on_both(window, "short_wait"),
+        long_wait=on_both(window, "long_wait"),
         prompts=lengths_since(window, "prompt_lengths"),
         outputs=lengths_since(window, "output_lengths"),
     )

@@ -86,6 +86,29 @@ class Situation:
         grown = policy.calm_window * policy.calm_growth ** self.undone(parameter)
         return min(grown, policy.calm_window_max)
 
+    def last_rule(self, parameter: Parameter) -> Rule | None:
+        """Of its newest change that is remembered."""
+        changes = [change for change in self.history if change.parameter is parameter]
+        return max(changes, key=lambda change: change.time).rule if changes else None
+
+    def turn_wait(self, parameter: Parameter, *, up: bool) -> float:
+        """How long after its last change the balance may move ``parameter``: a moment in the same
+        direction, longer for a turn, and longer again for each turn of the last day."""
+        policy = self.policy
+        steps = [
+            (change.time, change.after > change.before)
+            for change in self.history
+            if change.parameter is parameter
+            and change.rule is Rule.BALANCE
+            and change.before is not None
+            and change.after is not None
+            and self.now - change.time < policy.reversal_memory
+        ]
+        if not steps or steps[-1][1] is up:
+            return policy.balance_interval
+        turns = sum(one is not other for (_, one), (_, other) in itertools.pairwise(steps))
+        return min(policy.balance_turn * policy.calm_growth**turns, policy.calm_window_max)
+
     def undone(self, parameter: Parameter) -> int:
         """Recoveries of the last day that did not last half an hour."""
         policy = self.policy

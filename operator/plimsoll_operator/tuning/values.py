@@ -90,6 +90,9 @@ class EngineReading:
     max_model_len_ceiling: int | None = None
     largest_prompt_admissible: int | None = None
     gpu_memory_utilization: float | None = None
+    # Seconds that the first of the waiting has waited, by its lane.
+    short_wait: float | None = None
+    long_wait: float | None = None
     limits_revision: int | None = None
     step_heartbeat_age: float | None = None
 
@@ -241,6 +244,7 @@ class Rule(StrEnum):
     LANE = "lane"
     PREEMPTION = "preemption"
     SHORT_DEMAND = "short-demand"
+    BALANCE = "balance"
     PRESSURE = "pressure"
     CALM = "calm"
     LOW_HEADROOM = "low-headroom"
