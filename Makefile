@@ -9,8 +9,10 @@ BIN := .venv/bin
 ARGS ?=
 # End-to-end tests mostly wait: four processes keep two cores busy.
 TEST_PROCESSES ?= 4
+MINUTES ?= 3
+SEED ?= 0
 
-.PHONY: help setup demo test check fix bench bench-cpu bench-baseline generate clean cluster-up cluster-down
+.PHONY: help setup demo test endurance check fix bench bench-cpu bench-baseline generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -24,6 +26,9 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 
 test: setup ## the whole test suite; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
+
+endurance: setup ## what lasts: three minutes of mixed load with failing allocations (an hour: MINUTES=60)
+	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(MINUTES) --seed $(SEED)
 
 check: setup ## lint, format, types, import contracts, generated files; changes nothing
 	$(BIN)/ruff check .
