@@ -39,9 +39,13 @@ async def test_pods_come_after_the_model_and_stay_through_a_failed_fetch_of_anot
         found = await server.statefulset()
         assert found is not None
         assert "--model=org/tiny" in str(found["spec"]["template"])
-        job = await server.get(api.JOB, server.namespace, JOB)
-        assert job is not None
-        assert "--model=org/other" in str(job["spec"]["template"])
+
+        # The Job before is deleted first, and between the two there is none.
+        async def other() -> bool:
+            job = await server.get(api.JOB, server.namespace, JOB)
+            return job is not None and "--model=org/other" in str(job["spec"]["template"])
+
+        await until(other, 30)
         assert {
             pod["metadata"]["uid"] for pod in await server.pods() if not _fetches(pod)
         } <= before
