@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -430,23 +432,14 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -
 
 
 def test_step_that_does_not_fit_is_told_of_and_not_tried(saved: Path) -> None:
-    # The first runner warms up what a process allocates once.
-    runner = load(saved)
-    runner.profile(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512)
-    runner.shutdown()
-    # What earlier tests left to be collected goes back now, not after it was counted.
-    gc.collect()
-    runner.reclaim()
-    del runner
-    gc.collect()
-    used = host_memory.used_bytes()
-    # A step of 8192 tokens takes 36 to 42 MiB, so that the next, of 16384, is foretold to need more.
-    total = used + 60 * MIB
-    tight = load(saved, device_memory=total)
-    with pytest.raises(EngineFailure) as failed:
-        tight.profile(max_num_batched_tokens=32768, max_num_seqs=256, max_model_len=512)
-    assert failed.value.failure_class is FailureClass.DEVICE_OOM_AT_START
-    assert failed.value.phase is Phase.PROFILE
-    assert failed.value.suggestion is not None
-    assert failed.value.suggestion["flag"] == "--max-num-batched-tokens"
-    assert tight.device_use().peak < total
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.tight_memory", str(saved)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    failed = json.loads(ended.stdout)
+    assert failed["class"] == FailureClass.DEVICE_OOM_AT_START
+    assert failed["phase"] == Phase.PROFILE
+    assert failed["flag"] == "--max-num-batched-tokens"
+    assert failed["peak"] < failed["total"]
