@@ -30,11 +30,14 @@ test: setup ## the whole test suite; ARGS goes to pytest
 endurance: setup ## what lasts: three minutes of mixed load with failing allocations (an hour: MINUTES=60)
 	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(MINUTES) --seed $(SEED)
 
-check: setup ## lint, format, types, import contracts, generated files; changes nothing
+check: setup ## lint (Python, YAML, shell, links of the docs), format, types, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/yamllint --strict .
+	$(BIN)/shellcheck .ci/run
+	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/generate.py --check
 
 fix: setup ## let ruff mend what it can

@@ -72,7 +72,7 @@ def api_reference(definitions: list[dict[str, Any]]) -> str:
                 *(field_row(path, field) for path, field in fields),
             ]
             rules = [
-                f"| {code(path or '(whole)')} | {flow(rule.get('message') or rule['rule'])} |"
+                f"| {code(path or '(whole)')} | {refusal(rule)} |"
                 for path, field in [("", schema), *fields]
                 for rule in field.get("x-kubernetes-validations", ())
             ]
@@ -137,6 +137,11 @@ def allowed(field: Mapping[str, Any]) -> str:
         if key in field:
             parts.append(words.format(field[key]))
     return "; ".join(parts)
+
+
+def refusal(rule: Mapping[str, Any]) -> str:
+    """What the API server answers with: the rule's message, else the rule itself."""
+    return flow(rule["message"]) if "message" in rule else code(flow(rule["rule"]))
 
 
 def code(text: str) -> str:

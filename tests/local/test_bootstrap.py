@@ -1,6 +1,5 @@
 """Setting a checkout up: what is missing is said plainly, what is there is not done again."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from support.scripts import load_script
+
 SOURCE = Path(__file__).parents[2] / "tools" / "bootstrap.py"
 Usage = namedtuple("Usage", "total used free")
 
@@ -19,11 +20,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, on a checkout and a cache of its own and with an empty PATH."""
-    spec = importlib.util.spec_from_file_location("bootstrap", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(SOURCE)
     for name in ("uv.lock", "pyproject.toml"):
         (tmp_path / name).write_text(name)
     environment = tmp_path / ".venv"
