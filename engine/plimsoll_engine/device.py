@@ -56,10 +56,9 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    def __init__(self, total: int) -> None:
-        """``total`` is what the engine's processes may use together, in bytes."""
+    def __init__(self, limit: host_memory.MemoryLimit) -> None:
         self.torch_device = torch.device("cpu")
-        self._total = total
+        self._limit = limit
         self._libc = ctypes.CDLL(None)
         # Not glibc: no such functions, and then nothing to tune.
         if hasattr(self._libc, "mallopt"):
@@ -70,7 +69,7 @@ class CpuDevice:
 
     def use(self, *, reset_peak: bool = False) -> DeviceUse:
         peak = self._sampler.peak(reset=reset_peak)
-        return DeviceUse(self._total, self._sampler.sample(), peak)
+        return DeviceUse(self._limit.available, self._sampler.sample(), peak)
 
     def reclaim(self) -> None:
         gc.collect()
@@ -140,8 +139,7 @@ class CudaDevice:
 def open_device(kind: str, config: EngineConfig, index: int = 0) -> Device:
     """``kind`` is "cpu" or "cuda"; ``index`` picks one of several CUDA devices."""
     if kind == "cpu":
-        total = host_memory.memory_limit(config.device_memory, config.memory_limit)
-        return CpuDevice(total)
+        return CpuDevice(host_memory.memory_limit(config.device_memory, config.memory_limit))
     return CudaDevice(index, config.device_memory)
 
 

@@ -1,8 +1,8 @@
 """Host memory as a container's limit counts it: what is allowed, what is used, the peak between.
 
-In: configured limits. Out: bytes. Use is RssAnon plus
-RssShmem, the memory that nobody can take back; pages of files (weights that are only mapped, code)
-can be reclaimed and do not count. This module knows neither torch nor the engine's other modules.
+In: configured limits. Out: bytes. Use is RssAnon plus RssShmem, the memory that nobody can take
+back; pages of files (weights that are only mapped, code) can be reclaimed and do not count. Files in
+/dev/shm belong to no process and count against the limit itself. This module knows neither torch nor the engine's other modules.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 # A node agent kills within about 10 ms of the limit being crossed; half of that sees what it sees.
 SAMPLE_SECONDS = 0.005
+SHARED_MEMORY = Path("/dev/shm")
 # cgroup v1 writes "no limit" as a huge number rounded to pages.
 UNLIMITED = 1 << 60
 
@@ -62,17 +64,43 @@ def _memory_cgroups(root: Path) -> Iterable[tuple[Path, str]]:
             directory = directory.parent
 
 
-def memory_limit(*configured: int | None) -> int:
-    """Bytes this container may use: the smallest of its cgroup's limit, the machine's memory and
-    the ``configured`` ones (--device-memory, PLIMSOLL_MEMORY_LIMIT from the downward API).
+@dataclass(frozen=True)
+class MemoryLimit:
+    """``container`` is the limit in which the files in /dev/shm count as well; None: there is none.
+    ``fixed`` is every other bound."""
+
+    container: int | None
+    fixed: int
+
+    @property
+    def available(self) -> int:
+        """Bytes that the engine's processes may use together, at this moment."""
+        if self.container is None:
+            return self.fixed
+        return max(0, min(self.fixed, self.container - shared_file_bytes()))
+
+
+def memory_limit(device_memory: int | None = None, pod_limit: int | None = None) -> MemoryLimit:
+    """The smallest of the cgroup's limit, the machine's memory, --device-memory and
+    PLIMSOLL_MEMORY_LIMIT, the pod's limit by the downward API.
 
     Without any limit the machine is shared with whatever else runs on it: then it is what this
     process has and what others leave, or the machine would run out while the pool is committed.
     """
-    limits = [value for value in (cgroup_limit(), *configured) if value is not None]
-    if limits:
-        return min(machine_bytes(), *limits)
-    return min(machine_bytes(), used_bytes() + available_bytes())
+    containers = [limit for limit in (cgroup_limit(), pod_limit) if limit is not None]
+    if not containers and device_memory is None:
+        return MemoryLimit(None, min(machine_bytes(), used_bytes() + available_bytes()))
+    fixed = machine_bytes() if device_memory is None else min(machine_bytes(), device_memory)
+    return MemoryLimit(min(containers, default=None), fixed)
+
+
+def shared_file_bytes(folder: Path = SHARED_MEMORY) -> int:
+    """What the files in /dev/shm take: memory that is in no process, and that a limit counts."""
+    try:
+        files = os.statvfs(folder)
+    except OSError:
+        return 0
+    return (files.f_blocks - files.f_bfree) * files.f_frsize
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -48,6 +48,9 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 # Float32 logits held at once; more rows are computed in passes.
 LOGITS_BYTES = 32 << 20
+# A pass has no more rows than a step may sample, but for so many: log-probabilities of a prompt
+# should neither take more memory than the widest batch nor go token by token.
+MIN_PASS_ROWS = 32
 # Layers that see as far as each other allocate and free the same, so two show the peak of them.
 MIN_PROFILED_LAYERS = 2
 # How much more than in proportion a larger step may take before it is tried.
@@ -192,6 +195,7 @@ class ModelRunner:
             block_size=self._config.block_size,
             num_blocks=self.cache.num_blocks,
             vocab_size=self.model.vocab_size,
+            num_prompt_rows=self._pass_rows,
         )
         self._run(batch, profiled_layers(self.model.attention))
 
@@ -255,10 +259,14 @@ class ModelRunner:
         ]
 
     def _passes(self, rows: Iterator[WantedRow]) -> Iterator[Sequence[WantedRow]]:
-        """Rows in groups whose logits stay within LOGITS_BYTES."""
-        size = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
-        while some := tuple(itertools.islice(rows, size)):
+        while some := tuple(itertools.islice(rows, self._pass_rows)):
             yield some
+
+    @property
+    def _pass_rows(self) -> int:
+        """Rows whose logits are computed at once."""
+        fitting = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+        return min(fitting, max(MIN_PASS_ROWS, self._config.max_num_seqs))
 
     def _read_prompt_rows(
         self,

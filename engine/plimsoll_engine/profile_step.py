@@ -33,20 +33,26 @@ def build_profile_step(
     block_size: int,
     num_blocks: int,
     vocab_size: int,
+    num_prompt_rows: int,
 ) -> StepBatch:
-    """``num_tokens`` tokens (fewer only when the sequences cannot hold as many)."""
+    """``num_tokens`` tokens (fewer only when the sequences cannot hold as many).
+
+    ``num_prompt_rows``: as many log-probabilities of prompt tokens as are computed at once.
+    """
 
     def chunk(index: int, tokens: int, context: int) -> SequenceChunk:
         blocks = math.ceil(context / block_size)
-        ids = tuple(position % vocab_size for position in range(tokens))
+        ids = tuple(position % vocab_size for position in range(context))
         return SequenceChunk(
             request_id=str(index),
-            token_ids=ids,
+            token_ids=ids[:tokens],
             start=context - tokens,
             block_ids=tuple((index + place) % num_blocks for place in range(blocks)),
             sampling=_WORST_SAMPLING,
             output_token_ids=ids[:1],
             prompt_token_ids=ids,
+            prompt_logprob_rows=(0, min(tokens - 1, num_prompt_rows)),
+            num_prompt_logprobs=5,
         )
 
     chunks = []

@@ -137,3 +137,25 @@ def test_health_and_metrics_answer_while_a_step_takes_long() -> None:
             assert time.monotonic() - asked < 10
         connection.close()
         gate.set()
+
+
+def test_a_step_that_hangs_is_unhealthy_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plimsoll_engine.server.app.STALE_HEARTBEAT_SECONDS", 0.8)
+    entered, gate = threading.Event(), threading.Event()
+
+    def before_step(batch: StepBatch) -> None:
+        entered.set()
+        gate.wait(30)
+
+    def health() -> int:
+        return server.client.get("/health").status_code
+
+    with api_server(repeat("ab"), before_step=before_step) as server:
+        # Without work there is no step to wait for; the loop itself goes round.
+        assert health() == 200
+        connection = send(server, LONG)
+        assert entered.wait(10)
+        wait_until(lambda: health() == 503, "the engine hangs and looks well")
+        gate.set()
+        wait_until(lambda: health() == 200, "the engine goes on and looks dead")
+        connection.close()

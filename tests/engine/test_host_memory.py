@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -47,11 +48,32 @@ def test_cgroup_limit(
     assert host_memory.cgroup_limit(fake_root(tmp_path, cgroup, files)) == limit
 
 
-def test_smallest_limit_wins() -> None:
+def test_smallest_limit_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = host_memory.machine_bytes()
-    assert 0 < host_memory.memory_limit() <= machine
-    assert host_memory.memory_limit(None, 300 * MIB, 200 * MIB) == 200 * MIB
-    assert host_memory.memory_limit(machine * 2) == machine
+    assert 0 < host_memory.memory_limit().available <= machine
+    assert host_memory.memory_limit(200 * MIB, 300 * MIB).available == 200 * MIB
+    assert host_memory.memory_limit(machine * 2).available <= machine
+    monkeypatch.setattr(host_memory, "cgroup_limit", lambda: 100 * MIB)
+    monkeypatch.setattr(host_memory, "shared_file_bytes", lambda: 0)
+    assert host_memory.memory_limit(200 * MIB, 300 * MIB).available == 100 * MIB
+
+
+def test_files_in_shared_memory_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in no process, and the container is killed for them all the same."""
+    monkeypatch.setattr(host_memory, "cgroup_limit", lambda: None)
+    device = CpuDevice(host_memory.memory_limit(None, 900 * MIB))
+    before = device.use().total
+    with tempfile.NamedTemporaryFile(dir=host_memory.SHARED_MEMORY) as file:
+        file.write(bytes(8 * MIB))
+        file.flush()
+        assert host_memory.shared_file_bytes() >= 8 * MIB
+        assert before - device.use().total >= 7 * MIB
+    # What the user gives the engine is the engine's alone.
+    assert CpuDevice(host_memory.memory_limit(200 * MIB)).use().total == 200 * MIB
+
+
+def test_a_machine_without_shared_memory_has_none_in_use(tmp_path: Path) -> None:
+    assert host_memory.shared_file_bytes(tmp_path / "nothing") == 0
 
 
 def test_without_a_limit_what_others_use_is_not_the_engines(
@@ -61,9 +83,9 @@ def test_without_a_limit_what_others_use_is_not_the_engines(
     monkeypatch.setattr(host_memory, "machine_bytes", lambda: 1000 * MIB)
     monkeypatch.setattr(host_memory, "used_bytes", lambda: 50 * MIB)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 300 * MIB)
-    assert host_memory.memory_limit(None, None) == 350 * MIB
+    assert host_memory.memory_limit().available == 350 * MIB
     # A limit is a promise of whoever set it.
-    assert host_memory.memory_limit(None, 600 * MIB) == 600 * MIB
+    assert host_memory.memory_limit(600 * MIB).available == 600 * MIB
 
 
 def test_available_memory_is_the_kernels_figure(tmp_path: Path) -> None:
@@ -94,7 +116,7 @@ def wait_until(condition: object, seconds: float = 10.0) -> bool:
 
 
 def test_peak_inside_a_step_is_seen() -> None:
-    device = CpuDevice(1 << 40)
+    device = CpuDevice(host_memory.MemoryLimit(None, 1 << 40))
     before = device.use(reset_peak=True).used
     with device.measuring():
         block = torch.ones(256 * MIB, dtype=torch.uint8)
@@ -110,8 +132,9 @@ def test_peak_inside_a_step_is_seen() -> None:
 MIDDLING_BLOCKS = """
 import torch
 from plimsoll_engine.device import CpuDevice
+from plimsoll_engine.host_memory import MemoryLimit
 
-device = CpuDevice(1 << 40)
+device = CpuDevice(MemoryLimit(None, 1 << 40))
 
 def allocate():
     return [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(16)]

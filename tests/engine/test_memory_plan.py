@@ -82,6 +82,12 @@ def test_the_pool_is_never_larger_than_what_is_really_free() -> None:
     assert made.ceiling == 349 * 16
 
 
+def test_a_neighbour_that_gives_memory_back_harms_nothing() -> None:
+    """It may do so while the step is profiled: then more is free than was ever counted on."""
+    assert plan(free=AT_REST + 200 * MIB) == plan()
+    assert plan(free=FIGURES.total) == plan()
+
+
 def test_a_length_that_does_not_fit_is_refused_with_all_that_would_work() -> None:
     refused = failure(max_model_len=8192)
     assert refused.failure_class is FailureClass.KV_TOO_SMALL_FOR_MAX_LEN

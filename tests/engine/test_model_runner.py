@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,25 @@ def test_profiled_activations_hold_for_the_real_step(runner: ModelRunner) -> Non
         figures.bytes_per_block
     )
     assert taken <= figures.activations + pool + (16 << 20)
+
+
+def test_prompt_logprobs_stay_within_the_profiled_peak(tmp_path: Path) -> None:
+    """All logits of the prompt at once would take 400 MiB, their logarithms as much again."""
+    config = copy.deepcopy(FAMILIES["llama-tied-biased"])
+    config.vocab_size = 1 << 18
+    config.max_position_embeddings = 1024
+    runner = open_runner(save_tiny_model(config, tmp_path))
+    figures = runner.profile(max_num_batched_tokens=400, max_num_seqs=4, max_model_len=400)
+    runner.resize_kv(64)
+    runner.reclaim()
+    before = runner.memory(reset_low_water=True)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=5)
+    [result] = generate(runner, [random_prompt(380, 4)], params, block_size=16, budget=400)
+    taken = before.free - runner.memory().free_low_water
+    runner.shutdown()
+    assert len(result.prompt_logprobs) == 379
+    assert figures.activations < 300 << 20
+    assert taken <= figures.activations + (16 << 20)
 
 
 def test_pool_growth_beyond_the_limit_is_refused_and_changes_nothing(runner: ModelRunner) -> None:

@@ -127,6 +127,21 @@ def test_chunks_of_a_long_prompt_follow_each_other_up_to_its_last_token() -> Non
     assert bench.pool.free == 16
 
 
+def test_long_prompts_that_do_not_fit_together_are_computed_once_each() -> None:
+    """Four that take the pool's better half each, in chunks: by turns, and not in rounds of
+    preemption."""
+    bench = Bench(16, max_num_batched_tokens=8)
+    bench.add(*((name, 40, 4) for name in "abcd"))
+    computed = 0
+    while bench.running or bench.waiting:
+        step = bench.step()
+        assert step, "work, and nothing computed"
+        computed += sum(step.values())
+    # The last token of each is never computed.
+    assert computed == 4 * (40 + 4 - 1)
+    assert all(sequence.preemptions == 0 for sequence in bench.sequences.values())
+
+
 def test_decoding_requests_go_before_a_long_prompt() -> None:
     bench = Bench(32, max_num_batched_tokens=16)
     bench.add(("a", 4, 8), ("long", 60, 2), ("b", 4, 8))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -178,6 +180,35 @@ def test_ranks_die_with_their_driver(pair: TensorParallelExecutor) -> None:
     pids = pair.rank_pids
     assert not any(is_gone(pid) for pid in pids)
     pair.shutdown()
+    wait_for_end(pids)
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from engine.test_tensor_parallel import config_of
+from plimsoll_engine.parallel.executor import TensorParallelExecutor
+executor = TensorParallelExecutor(config_of(Path(sys.argv[1]), 2), "cpu")
+executor.load()
+print(*executor.rank_pids, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_die_with_a_driver_that_is_killed(models: dict[str, Path]) -> None:
+    """SIGKILL leaves it no time to tell them."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(models["x"])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+    ) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(is_gone(pid) for pid in pids)
+        driver.kill()
     wait_for_end(pids)
 
 
