@@ -27,6 +27,10 @@ def main() -> int:
     )
     # Its lines about start and stop say what ours say.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if config.pods is not None and not config.pods.leads:
+        from plimsoll_engine.parallel.member import run_member
+
+        return run_member(config, config.pods)
     from plimsoll_engine.process import run_engine
 
     return run_engine(config)

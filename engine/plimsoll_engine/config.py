@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from plimsoll_engine.limits import MAX_LENGTH
+from plimsoll_engine.pod_group import PodGroup
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 Value = TypeVar("Value")
@@ -139,6 +140,8 @@ class EngineConfig:
     memory_limit: int | None = None
     # POD_NAME, for log lines.
     pod_name: str | None = None
+    # LeaderWorkerSet's variables, when the ranks are in several pods.
+    pods: PodGroup | None = None
 
     def __post_init__(self) -> None:
         if not self.served_model_name:
@@ -198,6 +201,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         seed=flags.read("seed", _seed, 0),
         memory_limit=flags.read(None, parse_bytes, None, variable="PLIMSOLL_MEMORY_LIMIT"),
         pod_name=flags.read(None, _text, None, variable="POD_NAME"),
+        pods=_read_pods(flags),
     )
     _check_together(config)
     return config
@@ -255,7 +259,49 @@ def parse_api_keys(text: str) -> dict[str, str]:
     return keys
 
 
+def _read_pods(flags: _Flags) -> PodGroup | None:
+    """None where LeaderWorkerSet says nothing, or that the group has one pod."""
+    size = flags.read(None, _positive_int(MAX_RANKS), 1, variable="LWS_GROUP_SIZE")
+    if size == 1:
+        return None
+    leader = flags.read(None, _text, None, variable="LWS_LEADER_ADDRESS")
+    index = flags.read(None, _index_below(size), None, variable="LWS_WORKER_INDEX")
+    token = flags.read(None, _text, None, variable="PLIMSOLL_GROUP_TOKEN", secret=True)
+    for name, value in (("LWS_LEADER_ADDRESS", leader), ("LWS_WORKER_INDEX", index)):
+        if value is None:
+            raise ConfigError(name, "", f"to be set, as LWS_GROUP_SIZE ({size}) is")
+    if token is None:
+        raise ConfigError(
+            "PLIMSOLL_GROUP_TOKEN", "", "a secret that all pods of the group share, from a Secret"
+        )
+    assert leader is not None
+    assert index is not None
+    return PodGroup(leader, size, index, flags.read("group_port", _group_port, 8002), token)
+
+
+def _index_below(size: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) >= size:
+            raise ValueError(f"a number from 0 to {size - 1}, below LWS_GROUP_SIZE")
+        return int(text)
+
+    return read
+
+
+def _group_port(text: str) -> int:
+    port = _port(text)
+    if port > 65534:
+        raise ValueError("a port from 1 to 65534: the one after it is used as well")
+    return port
+
+
 def _check_together(config: EngineConfig) -> None:
+    if config.pods is not None and config.tensor_parallel_size % config.pods.size:
+        raise ConfigError(
+            "--tensor-parallel-size",
+            config.tensor_parallel_size,
+            f"a multiple of LWS_GROUP_SIZE ({config.pods.size}): each pod holds as many ranks",
+        )
     if config.max_num_seqs > config.max_num_batched_tokens:
         raise ConfigError(
             "--max-num-seqs",
@@ -327,6 +373,11 @@ def _build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", help="auto, cpu or cuda")
     memory.add_argument("--device-memory", metavar="BYTES", help="use at most this much, e.g. 2Gi")
     memory.add_argument("--tensor-parallel-size", metavar="N", help="ranks per model (1)")
+    memory.add_argument(
+        "--group-port",
+        metavar="PORT",
+        help="of the leader of a LeaderWorkerSet group; the next one is used as well (8002)",
+    )
     memory.add_argument("--block-size", metavar="N", help="tokens per KV block (16)")
     memory.add_argument(
         "--gpu-memory-utilization",

@@ -28,14 +28,16 @@ def check_weights_fit(
     device_kind: str,
     size: int,
     *,
+    local_size: int,
     total: int,
     used: int,
 ) -> None:
-    """``total`` and ``used`` are one rank's device's; on the CPU all ranks share one ``total``."""
+    """``total`` and ``used`` are one rank's device's; on the CPU the ``local_size`` ranks of a pod
+    share one ``total``."""
     shards = [weight_bytes(model, dtype, rank, size) for rank in range(size)]
     on_cpu = device_kind == "cpu"
-    weights = sum(shards) if on_cpu else max(shards)
-    in_use = used * size if on_cpu else used
+    weights = sum(shards) * local_size // size if on_cpu else max(shards)
+    in_use = used * local_size if on_cpu else used
     if weights + in_use <= total:
         return
     figures: dict[str, int | float | str] = {

@@ -66,7 +66,7 @@ class ModelRunner:
         self._group = group or LoneRank()
         self._sampler = Sampler(config.seed)
         self._matchers = GrammarMatchers(lambda: load_tokenizer(config), 2 * config.max_num_seqs)
-        self._device: Device = open_device(device_kind, config, self._group.rank)
+        self._device: Device = open_device(device_kind, config, self._group.local_rank)
         self._model: ServedModel | None = None
         self._decoder: Backend | None = None
         self._cache: KVCache | None = None
@@ -95,7 +95,16 @@ class ModelRunner:
         check_length(model.max_model_len, config.max_model_len)
         dtype = self._dtype(model)
         use = self._device.use()
-        check_weights_fit(config, model, dtype, self._kind, size, total=use.total, used=use.used)
+        check_weights_fit(
+            config,
+            model,
+            dtype,
+            self._kind,
+            size,
+            local_size=self._group.local_size,
+            total=use.total,
+            used=use.used,
+        )
         try:
             decoder = load_backend(source, model, self._group, dtype, self._device.torch_device)
             layout = plan_layout(
@@ -184,8 +193,10 @@ class ModelRunner:
         )
 
     def _over_ranks(self, value: int) -> int:
-        """On the CPU the ranks share one memory; on CUDA the worst counts."""
-        return self._group.sum(value) if self._kind == "cpu" else self._group.max(value)
+        """On the CPU the ranks of a pod share one memory; on CUDA the worst counts."""
+        if self._kind != "cpu":
+            return self._group.max(value)
+        return self._group.sum(value) * self._group.local_size // self._group.size
 
     def _profile_run(self, tokens: int, sequences: int, length: int) -> None:
         batch = build_profile_step(

@@ -19,6 +19,7 @@ from plimsoll_engine.executor import AllocationFailure
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.parallel.executor import TensorParallelExecutor
 from plimsoll_engine.parallel.shard import allowed_sizes, check_size, divide
+from plimsoll_engine.parallel.spawn import rank_environment
 from plimsoll_engine.runner import build_executor
 from plimsoll_engine.sampling_params import SamplingParams
 from plimsoll_engine.termination import EngineFailure, FailureClass
@@ -226,10 +227,7 @@ def test_pool_growth_counts_all_ranks(pair: TensorParallelExecutor) -> None:
     assert after.free_low_water <= after.free <= after.total
 
 
-def test_threads_are_divided_among_ranks(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = TensorParallelExecutor(config_of(models["x"], 4), "cpu")
+def test_threads_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for threads, share in (("8", "2"), ("2", "1")):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        assert executor._rank_environment()["OMP_NUM_THREADS"] == share
+        assert rank_environment("cpu", 4, alone=True)["OMP_NUM_THREADS"] == share

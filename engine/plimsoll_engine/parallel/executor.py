@@ -5,9 +5,11 @@ driving process takes no part in collectives, so a rank that dies or hangs canno
 happens to one rank ends the whole group within seconds, as EngineFailure CollectiveFailure. This
 module imports no torch.
 
-Memory: on CUDA every figure is the worst rank's. On the CPU all ranks share one container, so use,
-weights, activations, runtime and bytes per block are sums over the ranks (and this process's own use
-counts as runtime).
+Memory: on CUDA every figure is the worst rank's. On the CPU the ranks of a pod share one container,
+so use, weights, activations, runtime and bytes per block are sums over them (and the use of the
+process beside them counts as runtime); of several pods the worst counts.
+
+Ranks in other pods (``pod_group``) join over TCP and are driven in the same way.
 
 After an allocation failure the ranks are still in step only if it befell all of them alike; they
 run the same shapes, so that is the rule. Otherwise some wait in a collective for others that have
@@ -16,13 +18,12 @@ given up, and the group ends.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
@@ -37,18 +38,18 @@ from plimsoll_engine.executor import (
     SampledToken,
     StepBatch,
 )
+from plimsoll_engine.parallel.channels import gather_ranks
 from plimsoll_engine.parallel.messages import (
     Call,
     Done,
-    Ended,
     Failed,
     Heartbeat,
     MemoryUse,
     OutOfMemory,
     Reply,
-    Spawned,
     Start,
 )
+from plimsoll_engine.parallel.spawn import RankProcesses, rank_environment
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 # A rank that has not been heard of for this long counts as hung. Heartbeats come every second from
@@ -83,12 +84,14 @@ class TensorParallelExecutor:
         self._kind = device_kind
         self._phase = Phase.LOAD
         self._members: list[_Member] = []
-        # The ranks' parent and its pipe.
-        self._parent: subprocess.Popen[bytes] | None = None
-        self._reports: Connection | None = None
+        # Of this pod.
+        self._processes: RankProcesses | None = None
+        # Of each pod, this one first: its ranks, and what is used beside them.
+        self._pods: list[range] = []
+        self._beside_ranks: list[int] = []
         self._pids: tuple[int, ...] = ()
         self._memory: list[MemoryUse] = []
-        self._peak_since_reset = 0
+        self._low_water: int | None = None
         self._blocks = 0
         self._bytes_per_block = 0
         self._failure: EngineFailure | None = None
@@ -96,57 +99,50 @@ class TensorParallelExecutor:
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """In rank order; known once load() has returned."""
+        """Of this pod, in rank order; known once load() has returned."""
         return self._pids
 
     def load(self) -> ModelLimits:
         self._start_ranks()
         limits = self._call(ModelLimits, "load")[0]
-        self._pids = self._receive_pids()
+        assert self._processes is not None
+        self._pids = self._processes.receive_pids()
         return limits
 
     def _start_ranks(self) -> None:
+        size, pods = self._config.tensor_parallel_size, self._config.pods
+        own = range(size) if pods is None else pods.ranks_of(0, size)
         self._folder = Path(tempfile.mkdtemp(prefix="plimsoll-ranks-"))
-        pipes = [Pipe() for _ in range(self._config.tensor_parallel_size + 1)]
-        inherited = [theirs.fileno() for _, theirs in pipes]
-        self._parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "plimsoll_engine.parallel.rank",
-                str(os.getpid()),
-                *map(str, inherited),
-            ],
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            env=self._rank_environment(),
-        )
-        for _, theirs in pipes:
-            theirs.close()
-        self._reports = pipes[0][0]
-        for rank, (connection, _) in enumerate(pipes[1:]):
-            self._members.append(_Member(connection, time.monotonic()))
-            store = str(self._folder / "store")
-            connection.send(Start(self._config, self._kind, rank, store))
+        pipes = [Pipe() for _ in own]
+        environment = rank_environment(self._kind, len(own), alone=pods is None)
+        self._processes = RankProcesses([theirs for _, theirs in pipes], environment)
+        self._members = [_Member(ours, time.monotonic()) for ours, _ in pipes]
+        self._pods = [own]
+        self._beside_ranks = [0]
+        if pods is not None:
+            joined = gather_ranks(pods, size, self._config.host)
+            now = time.monotonic()
+            self._members += [_Member(joined[rank][0], now) for rank in sorted(joined)]
+            self._pods += [pods.ranks_of(index, size) for index in range(1, pods.size)]
+            self._beside_ranks += [
+                sum(joined[rank][1].own_bytes for rank in ranks) for ranks in self._pods[1:]
+            ]
+        # No rank needs to know who may ask the server.
+        config = replace(self._config, api_key=None, api_keys=(), pods=None)
+        rendezvous = f"file://{self._folder}/store" if pods is None else pods.rendezvous
+        for ranks in self._pods:
+            for rank in ranks:
+                start = Start(config, self._kind, rank, ranks, rendezvous)
+                self._members[rank].connection.send(start)
 
-    def _receive_pids(self) -> tuple[int, ...]:
-        assert self._reports is not None
-        spawned = self._reports.recv()
-        assert isinstance(spawned, Spawned)
-        return spawned.pids
-
-    def _rank_environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
-        if self._kind == "cpu":
-            # The ranks compute at the same time: they share the threads out among them.
-            threads = int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-            share = max(1, threads // self._config.tensor_parallel_size)
-            environment["OMP_NUM_THREADS"] = str(share)
-            # No threads before the fork.
-            environment["OPENBLAS_NUM_THREADS"] = "1"
-            # Without it gloo looks up the host's name, which need not resolve in a pod.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return environment
+    def _devices(self) -> Iterator[tuple[range, int]]:
+        """Ranks that share one memory, and what is used of it beside them."""
+        if self._kind != "cpu":
+            yield from ((range(rank, rank + 1), 0) for rank in range(len(self._members)))
+            return
+        # This process's grows while it serves; the others only wait.
+        self._beside_ranks[0] = host_memory.used_bytes()
+        yield from zip(self._pods, self._beside_ranks, strict=True)
 
     def profile(
         self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
@@ -159,15 +155,18 @@ class TensorParallelExecutor:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
         )
-        join = sum if self._kind == "cpu" else max
-        own = host_memory.used_bytes() if self._kind == "cpu" else 0
-        self._bytes_per_block = join(rank.bytes_per_block for rank in ranks)
+        devices = list(self._devices())
+
+        def worst(read: Callable[[MemoryFigures], int]) -> int:
+            return max(sum(read(ranks[rank]) for rank in shared) for shared, _ in devices)
+
+        self._bytes_per_block = worst(lambda rank: rank.bytes_per_block)
         self._phase = Phase.SERVING
         return MemoryFigures(
             total=min(rank.total for rank in ranks),
-            weights=join(rank.weights for rank in ranks),
-            activations=join(rank.activations for rank in ranks),
-            runtime=join(rank.runtime for rank in ranks) + own,
+            weights=worst(lambda rank: rank.weights),
+            activations=worst(lambda rank: rank.activations),
+            runtime=worst(lambda rank: rank.runtime) + max(beside for _, beside in devices),
             bytes_per_block=self._bytes_per_block,
         )
 
@@ -202,43 +201,40 @@ class TensorParallelExecutor:
         so calling it once a second while idle finds a dead rank."""
         self._check_alive()
         present = self._present_memory()
-        low_water = min(present.free, present.total - self._peak_since_reset)
+        low_water = present.free
+        if self._low_water is not None:
+            low_water = min(low_water, self._low_water)
         if reset_low_water:
-            self._peak_since_reset = present.total - present.free
+            self._low_water = present.free
         return DeviceMemory(present.total, present.free, max(0, low_water))
 
     def _present_memory(self) -> DeviceMemory:
-        if self._kind == "cpu":
-            total = min(use.total for use in self._memory)
-            used = sum(use.used for use in self._memory) + host_memory.used_bytes()
-        else:
-            worst = max(self._memory, key=lambda use: use.used - use.total)
-            total, used = worst.total, worst.used
-        free = max(0, total - used)
-        return DeviceMemory(total, free, free)
+        free, total = min(self._left(lambda use: use.used))
+        return DeviceMemory(total, max(0, free), max(0, free))
 
     def _note_memory(self, replies: list[Done]) -> None:
         self._memory = [reply.memory for reply in replies]
-        if self._kind == "cpu":
-            # The ranks' peaks fall together: they do the same at the same time.
-            peak = sum(use.peak for use in self._memory) + host_memory.used_bytes()
-        else:
-            peak = max(use.peak for use in self._memory)
-        self._peak_since_reset = max(self._peak_since_reset, peak)
+        # Peaks of ranks that share a memory fall together: they do the same at the same time.
+        low, _ = min(self._left(lambda use: use.peak))
+        self._low_water = low if self._low_water is None else min(self._low_water, low)
+
+    def _left(self, read: Callable[[MemoryUse], int]) -> Iterator[tuple[int, int]]:
+        """Of each memory: what is left of it, and its size."""
+        for ranks, beside in self._devices():
+            uses = [self._memory[rank] for rank in ranks]
+            total = min(use.total for use in uses)
+            yield total - beside - sum(map(read, uses)), total
 
     def shutdown(self) -> None:
-        if self._parent is not None:
-            # The ranks die with it.
-            self._parent.kill()
-            self._parent.wait()
-            self._parent = None
-        for member in self._members:
-            _wait_for_end(member.connection)
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.kill()
+        for rank, member in enumerate(self._members):
+            # Those of other pods end by themselves, once their connection has closed.
+            if rank in self._pods[0]:
+                _wait_for_end(member.connection)
             member.connection.close()
         self._members.clear()
-        if self._reports is not None:
-            self._reports.close()
-            self._reports = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -336,7 +332,7 @@ class TensorParallelExecutor:
         dead = [rank for rank, reply in replies.items() if reply is None]
         if dead:
             rank = dead[0]
-            what = what or f"ended with status {self._exit_status(rank)}"
+            what = what or self._describe_end(rank)
         else:
             rank, complaint = next(iter(failed.items()))
             what = "failed: " + complaint.message.strip().splitlines()[-1]
@@ -348,17 +344,14 @@ class TensorParallelExecutor:
             {"rank": rank, "ranks": len(self._members)},
         )
 
-    def _exit_status(self, rank: int) -> int | None:
-        """Negative: the number of the signal. None: not told in time."""
-        reports = self._reports
-        try:
-            while reports is not None and reports.poll(GRACE):
-                report = reports.recv()
-                if isinstance(report, Ended) and report.rank == rank:
-                    return report.status
-        except (EOFError, OSError):
-            pass
-        return None
+    def _describe_end(self, rank: int) -> str:
+        if rank not in self._pods[0]:
+            pod = next(index for index, ranks in enumerate(self._pods) if rank in ranks)
+            return f"is gone, and with it pod {pod} of the group"
+        ends = self._processes.ends(GRACE) if self._processes is not None else ()
+        status = next((ended.status for ended in ends if ended.rank == rank), None)
+        # Negative: the number of the signal. None: not told in time.
+        return f"ended with status {status}"
 
 
 def _wait_for_end(connection: Connection) -> None:

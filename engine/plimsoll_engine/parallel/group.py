@@ -15,6 +15,9 @@ import torch.distributed as dist
 class Group(Protocol):
     rank: int
     size: int
+    # Ranks of this pod, and the place of this one among them.
+    local_size: int
+    local_rank: int
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, same shape; may reuse ``tensor``."""
@@ -31,6 +34,8 @@ class Group(Protocol):
 class LoneRank:
     rank = 0
     size = 1
+    local_size = 1
+    local_rank = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -48,10 +53,12 @@ class LoneRank:
 class DistributedGroup:
     """Over torch.distributed's default group, which the rank has set up (gloo or NCCL)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pod_ranks: range) -> None:
         self._device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.local_size = len(pod_ranks)
+        self.local_rank = pod_ranks.index(self.rank)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()

@@ -1,4 +1,5 @@
-"""What the executor and its ranks say to each other, over one pipe per rank.
+"""What the executor and its ranks say to each other, over one connection per
+rank: a pipe, or TCP into another pod.
 
 The executor sends a :class:`Start` and then :class:`Call`s to all ranks; each rank answers a call
 with one reply, and sends a :class:`Heartbeat` every second, whatever else it does. The ranks' parent
@@ -22,8 +23,11 @@ class Start:
     config: EngineConfig
     device_kind: str
     rank: int
-    # A file that does not exist yet, in a folder of the executor's own: where ranks find each other.
-    store: str
+    # Those of its pod, this one among them.
+    pod_ranks: range
+    # Where ranks find each other, as torch.distributed has it: a file in a folder of the executor's
+    # own that does not exist yet, or a port of the first rank's pod.
+    rendezvous: str
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,19 @@ class Rank:
 
 def _start_runner(start: Start) -> ModelRunner:
     size = start.config.tensor_parallel_size
+    local_rank = start.pod_ranks.index(start.rank)
     if start.device_kind == "cuda":
-        torch.cuda.set_device(start.rank)
+        torch.cuda.set_device(local_rank)
     dist.init_process_group(
         "gloo" if start.device_kind == "cpu" else "nccl",
-        init_method=f"file://{start.store}",
+        init_method=start.rendezvous,
         rank=start.rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
     )
-    device = torch.device(start.device_kind, 0 if start.device_kind == "cpu" else start.rank)
-    return ModelRunner(start.config, start.device_kind, DistributedGroup(device))
+    device = torch.device(start.device_kind, 0 if start.device_kind == "cpu" else local_rank)
+    group = DistributedGroup(device, start.pod_ranks)
+    return ModelRunner(start.config, start.device_kind, group)
 
 
 def _answer(runner: ModelRunner, call: Call) -> Reply:
