@@ -58,5 +58,7 @@ class DeviceWatch:
         return self.latest
 
     def measure_if_due(self, now: float) -> None:
-        if not 0 <= now - self._measured_at < _PERIOD:
+        # A figure from before a resize beside the pool's new size would tell of neither.
+        resized = self._kv_bytes() != self._kv_before
+        if resized or not 0 <= now - self._measured_at < _PERIOD:
             self.measure(now)

@@ -141,7 +141,9 @@ class EngineLoop:
             _send(request.sink, output)
 
     def move_limits(self, revision: int, asked: Limits) -> LimitsResult:
-        return self._limits.move(revision, asked, self._clock())
+        result = self._limits.move(revision, asked, self._clock())
+        self._watch.measure_if_due(self._clock())
+        return result
 
     def step(self) -> None:
         """One iteration; with nothing to do it still looks after memory."""

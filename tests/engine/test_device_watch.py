@@ -44,3 +44,12 @@ def test_a_pool_that_shrinks_is_not_taken_for_what_steps_need() -> None:
     executor.bytes_elsewhere = 0
     watch.measure(2.0)
     assert watch.peak_beside_kv == beside + 7 * MIB
+
+
+def test_a_resized_pool_is_measured_at_once() -> None:
+    executor = ScriptedExecutor()
+    watch = DeviceWatch(executor, 0.0, lambda: executor.committed * MIB)
+    before = watch.latest.free
+    executor.resize_kv(50)
+    watch.measure_if_due(0.01)
+    assert watch.latest.free == before - 50 * MIB
