@@ -26,8 +26,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 # What each build took for sm_80, sm_90 and sm_100 with triton 3.9, as (registers of a thread, bytes
 # of its stack, shared bytes of a program). Registers are handed out by eights, so up to the next
-# eight is not more; the rest may not grow by a byte. A stack is spilled registers: ptxas moves four
-# of them once, for sm_80, to reach a rounder number of registers.
+# eight is not more; the rest may not grow by a byte. A stack is spilled registers: ptxas moves some
+# of them twice, for sm_80, to reach a rounder number of registers.
 Budget = tuple[int, int, int]
 BUDGETS: dict[str, tuple[Build, tuple[Budget, ...]]] = {
     "decode-head128": (
@@ -74,8 +74,44 @@ BUDGETS: dict[str, tuple[Build, tuple[Budget, ...]]] = {
         attention_build(BF16, 4, 256, 1, split=True),
         ((146, 0, 16896), (119, 0, 16896), (119, 0, 16896)),
     ),
+    "decode-fp16-head64": (
+        attention_build(F16, 4, 64, 1),
+        ((80, 0, 4608), (71, 0, 4608), (71, 0, 4608)),
+    ),
+    "decode-head256": (
+        attention_build(BF16, 4, 256, 1),
+        ((148, 0, 16896), (125, 0, 16896), (124, 0, 16896)),
+    ),
+    # Blocks of 16 above; the size of a block is a constant of the build.
+    "decode-block32": (
+        attention_build(BF16, 4, 128, 1, block_size=32),
+        ((96, 0, 8704), (109, 0, 8704), (109, 0, 8704)),
+    ),
+    "decode-block48": (
+        attention_build(BF16, 4, 128, 1, block_size=48),
+        ((96, 8, 8704), (105, 0, 8704), (105, 0, 8704)),
+    ),
+    "prefill-block48": (
+        attention_build(BF16, 4, 64, 512, block_size=48),
+        ((128, 0, 7168), (149, 0, 7168), (149, 0, 7168)),
+    ),
+    "prefill-fp16-block32": (
+        attention_build(F16, 4, 128, 512, block_size=32),
+        ((254, 0, 13312), (254, 0, 13312), (254, 0, 13312)),
+    ),
+    "split-block48": (
+        attention_build(BF16, 4, 128, 1, split=True, block_size=48),
+        ((114, 0, 8704), (108, 0, 8704), (108, 0, 8704)),
+    ),
+    "split-fp16-head64": (
+        attention_build(F16, 4, 64, 1, split=True),
+        ((80, 0, 4608), (66, 0, 4608), (66, 0, 4608)),
+    ),
+    "reduce-head64": (reduce_build(64), ((56, 0, 0), (56, 0, 0), (56, 0, 0))),
+    "reduce-head256": (reduce_build(256), ((85, 0, 0), (82, 0, 0), (74, 0, 0))),
     "reduce-head128": (reduce_build(128), ((72, 0, 0), (79, 0, 0), (66, 0, 0))),
     "kv-write": (kv_write_build(), ((28, 0, 256), (30, 0, 256), (30, 0, 256))),
+    "kv-write-block48": (kv_write_build(48), ((26, 0, 256), (28, 0, 256), (28, 0, 256))),
     "rms-norm": (
         rms_norm_build(4096, residual=False),
         ((48, 0, 16), (48, 0, 16), (56, 0, 16)),

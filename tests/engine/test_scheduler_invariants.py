@@ -70,6 +70,9 @@ class EngineMachine(RuleBasedStateMachine):
         )
     )
     def submit(self, sizes: list[tuple[int, int, int, int]]) -> None:
+        self.submit_sizes(sizes)
+
+    def submit_sizes(self, sizes: list[tuple[int, int, int, int]]) -> None:
         """Prompts that begin alike: up to their own length, and up to where one differs."""
         for prompt, output, priority, same in sizes:
             state = self.harness.loop.admission_state()
@@ -125,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         neighbour=st.integers(0, 4),
         long=st.sampled_from([None, 8, 16]),
         share=st.sampled_from([0.3, 0.7, 1.0]),
+        watermark=st.sampled_from([0.0, 0.1, 0.4]),
     )
     def move_limits(
         self,
@@ -135,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         neighbour: int,
         long: int | None,
         share: float,
+        watermark: float,
     ) -> None:
         executor = self.harness.executor
         executor.bytes_elsewhere = neighbour * executor.figures.bytes_per_block
@@ -146,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=min(budget, self.bounds[0]),
             long_prompt_tokens=long,
             long_prompt_share=share,
+            watermark=watermark,
         )
         before = self.harness.loop.snapshot()
         result = self.harness.loop.move_limits(self.revision, asked)
@@ -170,9 +176,31 @@ class EngineMachine(RuleBasedStateMachine):
         )
         assert live + ended == len(self.sizes)
 
+    def nobody_starves(self) -> None:
+        """Everybody of now ends while newcomers of the same or a lower rank keep coming."""
+        live = [
+            request_id
+            for request_id in self.sizes
+            if not any(output.finish_reason for output in self.harness.outputs[request_id])
+        ]
+        pool = self.harness.loop.snapshot().usable_blocks
+        # Alone, one after the other, each computed twice; and those that may pass have had the pool.
+        bound = 2 * sum(sum(self.sizes[request_id]) for request_id in live) + pool * BLOCK
+        for step in range(bound):
+            if all(
+                self.harness.outputs[each][-1:] and self.harness.outputs[each][-1].finish_reason
+                for each in live
+            ):
+                return
+            if step % 2 == 0 and self.harness.loop.snapshot().waiting < 4:
+                self.submit_sizes([(3, 2, 1, 0)])
+            self.harness.step()
+        raise AssertionError(f"of {live} some have not ended in {bound} steps")
+
     def teardown(self) -> None:
         if not hasattr(self, "sizes"):
             return
+        self.nobody_starves()
         self.harness.run()
         # One turn without work: a shrink that waited for an aborted request settles in it.
         self.harness.step()
@@ -200,6 +228,6 @@ def utilization_of(executor: ScriptedExecutor, blocks: int) -> float:
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=200, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestEngineMachine = EngineMachine.TestCase

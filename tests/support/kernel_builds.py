@@ -95,6 +95,7 @@ def attention_build(
     split: bool = False,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> Build:
     shape = launch_shape(group, max_query_len, head_size, dtype)
     kinds = _pointers(
@@ -111,7 +112,7 @@ def attention_build(
     )
     constants = {
         "BLOCKS_PER_SEGMENT": BLOCKS_PER_SEGMENT,
-        "BLOCK_SIZE": BLOCK_SIZE,
+        "BLOCK_SIZE": block_size,
         "KV_HEADS": KV_HEADS,
         "GROUP": group,
         "HEAD_SIZE": head_size,
@@ -139,11 +140,11 @@ def reduce_build(head_size: int) -> Build:
     return Build(reduce_splits_kernel, kinds, constants, 1)
 
 
-def kv_write_build() -> Build:
+def kv_write_build(block_size: int = BLOCK_SIZE) -> Build:
     kinds = _pointers("bf16", "key_ptr value_ptr", slots_ptr="*i64", segment_table_ptr="*i64")
     constants = {
         "BLOCKS_PER_SEGMENT": BLOCKS_PER_SEGMENT,
-        "BLOCK_SIZE": BLOCK_SIZE,
+        "BLOCK_SIZE": block_size,
         "KV_HEADS": KV_HEADS,
         "HEAD_SIZE": 128,
         "PADDED_HEAD_SIZE": 128,
