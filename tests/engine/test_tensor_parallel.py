@@ -7,8 +7,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import llguidance
@@ -17,7 +20,8 @@ import pytest
 from plimsoll_engine.config import DeviceType, EngineConfig
 from plimsoll_engine.executor import AllocationFailure
 from plimsoll_engine.model_runner import ModelRunner
-from plimsoll_engine.parallel.executor import TensorParallelExecutor
+from plimsoll_engine.parallel.executor import TensorParallelExecutor, _Member
+from plimsoll_engine.parallel.messages import Done, Heartbeat, MemoryUse
 from plimsoll_engine.parallel.shard import allowed_sizes, check_size, divide
 from plimsoll_engine.parallel.spawn import rank_environment
 from plimsoll_engine.runner import build_executor
@@ -167,6 +171,45 @@ def test_rank_that_dies_or_hangs_ends_the_group(
     # And it stays so: the next call tells the same.
     with pytest.raises(EngineFailure, match="rank 1 of 2"):
         pair.memory()
+
+
+@pytest.mark.parametrize(("entered", "hangs"), [((7, 6, 7), 1), ((7, 7, 7), None)])
+def test_rank_that_beats_and_never_comes_is_told_from_a_long_step(
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    entered: tuple[int, ...],
+    hangs: int | None,
+) -> None:
+    """Its process lives, its step does not end: the others wait for it in a collective."""
+    monkeypatch.setattr("plimsoll_engine.parallel.executor.LAG_TIMEOUT", 0.3)
+    executor = TensorParallelExecutor(config_of(models["x"], 3), "cpu")
+    pipes = [Pipe() for _ in entered]
+    executor._members = [_Member(ours, time.monotonic()) for ours, _ in pipes]
+    executor._pods, executor._beside_ranks = [range(3)], [0]
+    ended = threading.Event()
+
+    def play() -> None:
+        """All ranks: beats, and in the end what they were asked for."""
+        for beat in range(20):
+            for (_, theirs), count in zip(pipes, entered, strict=True):
+                with suppress(OSError):
+                    theirs.send(Heartbeat(count))
+                    if beat == 19:
+                        theirs.send(Done(None, MemoryUse(1 << 30, 0, 0)))
+            ended.wait(0.05)
+        for _, theirs in pipes:
+            theirs.close()
+
+    playing = threading.Thread(target=play)
+    playing.start()
+    if hangs is None:
+        executor.reclaim()
+    else:
+        with pytest.raises(EngineFailure, match=f"rank {hangs} of 3 hangs: the others wait"):
+            executor.reclaim()
+    ended.set()
+    playing.join()
+    executor.shutdown()
 
 
 def test_dead_rank_is_found_while_nothing_runs(pair: TensorParallelExecutor) -> None:

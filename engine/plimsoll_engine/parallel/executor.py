@@ -55,6 +55,9 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 # A rank that has not been heard of for this long counts as hung. Heartbeats come every second from
 # a thread of their own, so a long step does not matter; a starved machine does.
 HEARTBEAT_TIMEOUT = 10.0
+# And one that is behind the others by a collective, for so long without entering the next. They do
+# the same work, so what is between them is small; kernels compiled for the first time are not.
+LAG_TIMEOUT = 30.0
 # Importing torch comes before the first heartbeat.
 START_TIMEOUT = 180.0
 # How long the other ranks have to say what happened to them, once one has failed.
@@ -68,6 +71,13 @@ class _Member:
     connection: Connection
     started: float
     last_heard: float | None = None
+    collectives: int = 0
+    # When it was first told of as many collectives.
+    advanced: float = 0.0
+
+    def note(self, heartbeat: Heartbeat, now: float) -> None:
+        if heartbeat.collectives != self.collectives:
+            self.collectives, self.advanced = heartbeat.collectives, now
 
     def is_silent(self, now: float) -> bool:
         if self.last_heard is None:
@@ -277,6 +287,9 @@ class TensorParallelExecutor:
             for rank in pending.values():
                 if rank not in replies and self._members[rank].is_silent(now):
                     self._fail({rank: None}, "hangs: no heartbeat")
+            lagging = self._find_lagging(now)
+            if lagging is not None and lagging not in replies:
+                self._fail({lagging: None}, "hangs: the others wait for it in a collective")
             if deadline is None and any(not isinstance(r, Done) for r in replies.values()):
                 deadline = now + GRACE
             if deadline is not None and now > deadline and len(replies) < len(self._members):
@@ -285,6 +298,13 @@ class TensorParallelExecutor:
         if len(told) < len(self._members):
             self._fail(replies)
         return [cast("Reply", replies[rank]) for rank in range(len(self._members))]
+
+    def _find_lagging(self, now: float) -> int | None:
+        """A rank that lives, and that the others have been waiting for too long."""
+        if any(now - member.advanced <= LAG_TIMEOUT for member in self._members):
+            return None
+        entered = [member.collectives for member in self._members]
+        return entered.index(min(entered)) if min(entered) < max(entered) else None
 
     def _receive(self, rank: int, replies: dict[int, Reply | None]) -> None:
         """Takes one message; None stands for a closed pipe."""
@@ -295,7 +315,9 @@ class TensorParallelExecutor:
             replies[rank] = None
             return
         member.last_heard = time.monotonic()
-        if not isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat):
+            member.note(message, member.last_heard)
+        else:
             replies[rank] = message
 
     def _check_alive(self) -> None:

@@ -59,14 +59,18 @@ class DistributedGroup:
         self.size = dist.get_world_size()
         self.local_size = len(pod_ranks)
         self.local_rank = pod_ranks.index(self.rank)
+        # Entered so far.
+        self.collectives = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
+        self.collectives += 1
         dist.all_reduce(tensor)
         return tensor
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.contiguous()
+        self.collectives += 1
         if self.rank != 0:
             dist.gather(tensor, dst=0)
             return None
@@ -82,5 +86,6 @@ class DistributedGroup:
 
     def _reduce(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         tensor = torch.tensor(value, dtype=torch.int64, device=self._device)
+        self.collectives += 1
         dist.all_reduce(tensor, operation)
         return int(tensor)

@@ -81,7 +81,8 @@ def failed(failure: EngineFailure) -> Failed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    pass
+    # Collectives that the rank has entered: the same for all, but for those that lag behind.
+    collectives: int = 0
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,14 @@ class Rank:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
+        self._group: DistributedGroup | None = None
 
     def run(self) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         start = self._connection.recv()
         try:
-            runner = _start_runner(start)
+            self._group = _join_ranks(start)
+            runner = ModelRunner(start.config, start.device_kind, self._group)
         except EngineFailure as failure:
             self._send(failed(failure))
             return
@@ -82,14 +84,14 @@ class Rank:
         pause = threading.Event()
         while True:
             try:
-                self._send(Heartbeat())
+                self._send(Heartbeat(self._group.collectives if self._group else 0))
             except OSError:
                 # The executor is gone.
                 os._exit(1)
             pause.wait(HEARTBEAT_SECONDS)
 
 
-def _start_runner(start: Start) -> ModelRunner:
+def _join_ranks(start: Start) -> DistributedGroup:
     size = start.config.tensor_parallel_size
     local_rank = start.pod_ranks.index(start.rank)
     if start.device_kind == "cuda":
@@ -102,8 +104,7 @@ def _start_runner(start: Start) -> ModelRunner:
         timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
     )
     device = torch.device(start.device_kind, 0 if start.device_kind == "cpu" else local_rank)
-    group = DistributedGroup(device, start.pod_ranks)
-    return ModelRunner(start.config, start.device_kind, group)
+    return DistributedGroup(device, start.pod_ranks)
 
 
 def _answer(runner: ModelRunner, call: Call) -> Reply:
