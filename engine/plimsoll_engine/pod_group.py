@@ -1,7 +1,8 @@
 """Several pods that hold the ranks of one model, as LeaderWorkerSet tells each of them.
 
-In: its environment variables. Out: a PodGroup, or None for a pod alone. The first pod leads: it
-serves and drives all ranks; the others only hold ranks (``parallel.member``).
+``config`` reads the variables; a pod alone has no group. Which ranks are in which pod, and where
+they find each other, is known here; connections are not. The first pod leads: it serves and drives
+all ranks; the others only hold ranks (``parallel.member``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the executor and its ranks say to each other, over one connection per
-rank: a pipe, or TCP into another pod.
+"""What the executor and its ranks say to each other, over one connection per rank: a pipe, or TCP
+into another pod.
 
 The executor sends a :class:`Start` and then :class:`Call`s to all ranks; each rank answers a call
 with one reply, and sends a :class:`Heartbeat` every second, whatever else it does. The ranks' parent
