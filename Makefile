@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 4
 MINUTES ?= 3
 SEED ?= 0
 
-.PHONY: help setup demo test endurance check fix bench bench-cpu bench-baseline generate clean cluster-up cluster-down
+.PHONY: help setup demo test endurance check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -30,13 +30,14 @@ test: setup ## the whole test suite; ARGS goes to pytest
 endurance: setup ## what lasts: three minutes of mixed load with failing allocations (an hour: MINUTES=60)
 	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(MINUTES) --seed $(SEED)
 
-check: setup ## lint (Python, YAML, shell, links of the docs), format, types, import contracts, generated files
+check: setup ## lint (Python, YAML, shell, Dockerfiles, links of the docs), format, types, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run
+	$(BIN)/hadolint Dockerfile.*
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/generate.py --check
 
@@ -52,6 +53,9 @@ bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min;
 
 bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
 	@$(BIN)/python bench/baseline.py $(ARGS)
+
+images: setup ## build the images with buildah and try them; ARGS="operator engine --variant cpu --base debian"
+	@$(BIN)/python tools/build_images.py $(ARGS)
 
 generate: setup ## make the files that are made from others
 	$(BIN)/python tools/generate.py

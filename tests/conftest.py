@@ -31,6 +31,7 @@ CLUSTERS = {
     "control plane": (
         "test_chart",
         "test_cli",
+        "test_operator_image",
         "test_standby",
         "test_api_schema",
         "test_manifests",
