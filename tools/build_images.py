@@ -180,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             build(image, tag, base, options.variant, options.ca)
             print("\n".join(examine(image, tag, options.output)), flush=True)
     except FileNotFoundError as missing:
-        print(f"{missing.filename} is missing: apt-get install buildah mmdebstrap", file=sys.stderr)
+        needed = "apt-get install git buildah mmdebstrap"
+        print(f"{missing.filename} is missing; what is needed: {needed}", file=sys.stderr)
         return 1
     except Failed as failed:
         print(failed, file=sys.stderr)
