@@ -22,12 +22,13 @@ class AttentionBatch:
     """
 
     query_lens: tuple[int, ...]
+    # Kernels read the tensor below instead: in a recorded step only that is refreshed.
     context_lens: tuple[int, ...]
     # int32 [sequences, longest table]: block ids, padded with ids that are not read.
     block_tables: torch.Tensor
     # int32 [sequences + 1]: where each sequence's queries begin; the total at the end.
     query_starts: torch.Tensor
-    # int32 [sequences]
+    # int32 [sequences]; 0 for a row that fills up a recorded batch.
     context_lens_tensor: torch.Tensor
 
     @property

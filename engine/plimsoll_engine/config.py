@@ -111,6 +111,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    # No step is recorded and replayed. On the CPU none ever is.
+    enforce_eager: bool = False
+    # Sequences in the decode steps that are recorded; None: by max_cudagraph_capture_size.
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    # None: max_num_seqs, at most 512.
+    max_cudagraph_capture_size: int | None = None
     watermark: float = 0.0
     # None: no prompt is long.
     long_prompt_tokens: int | None = None
@@ -177,6 +183,11 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
             "max_num_seqs", _positive_int(MAX_REQUESTS), min(256, max_num_batched_tokens)
         ),
         max_num_batched_tokens=max_num_batched_tokens,
+        enforce_eager=flags.read("enforce_eager", bool, False),
+        cudagraph_capture_sizes=flags.read("cudagraph_capture_sizes", _sizes, None),
+        max_cudagraph_capture_size=flags.read(
+            "max_cudagraph_capture_size", _positive_int(MAX_REQUESTS), None
+        ),
         watermark=flags.read("watermark", _watermark, 0.0),
         long_prompt_tokens=flags.read("long_prompt_tokens", _positive_int(MAX_LENGTH), None),
         long_prompt_share=flags.read("long_prompt_share", _share, 1.0),
@@ -309,6 +320,22 @@ def _check_together(config: EngineConfig) -> None:
             f"at most --max-num-batched-tokens ({config.max_num_batched_tokens}): every running "
             "request takes at least one token of a step",
         )
+    largest = max(config.cudagraph_capture_sizes or (config.max_cudagraph_capture_size or 1,))
+    if largest > config.max_num_seqs:
+        flag = "--cudagraph-capture-sizes"
+        if config.cudagraph_capture_sizes is None:
+            flag = "--max-cudagraph-capture-size"
+        raise ConfigError(
+            flag,
+            largest,
+            f"at most --max-num-seqs ({config.max_num_seqs}): no step decodes more requests",
+        )
+    if config.cudagraph_capture_sizes and config.max_cudagraph_capture_size:
+        raise ConfigError(
+            "--max-cudagraph-capture-size",
+            config.max_cudagraph_capture_size,
+            "nothing beside --cudagraph-capture-sizes, which lists every size",
+        )
     if config.port == config.control_port:
         raise ConfigError("--control-port", config.control_port, "another port than --port's")
 
@@ -393,6 +420,22 @@ def _build_parser() -> argparse.ArgumentParser:
     batch = parser.add_argument_group("batch and queue")
     batch.add_argument("--max-num-seqs", metavar="N", help="requests running at once (256)")
     batch.add_argument("--max-num-batched-tokens", metavar="N", help="tokens per step (2048)")
+    batch.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="record no decode step as a CUDA graph (off; on the CPU none ever is)",
+    )
+    batch.add_argument(
+        "--cudagraph-capture-sizes",
+        metavar="N",
+        nargs="+",
+        help="requests in the decode steps that are recorded (1 2 4 8, then multiples of 16)",
+    )
+    batch.add_argument(
+        "--max-cudagraph-capture-size",
+        metavar="N",
+        help="the largest of those, when they are not listed (--max-num-seqs, at most 512)",
+    )
     batch.add_argument(
         "--watermark", metavar="X", help="share of the pool kept free at admission (0)"
     )
@@ -491,6 +534,11 @@ def _integer(text: str, low: int, high: int, allowed: str) -> int:
 
 def _positive_int(high: int) -> Callable[[str], int]:
     return lambda text: _integer(text, 1, high, f"a whole number from 1 to {high}")
+
+
+def _sizes(texts: list[str]) -> tuple[int, ...]:
+    read = _positive_int(MAX_REQUESTS)
+    return tuple(sorted({read(text) for text in texts}))
 
 
 def _block_size(text: str) -> int:

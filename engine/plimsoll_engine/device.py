@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +43,13 @@ class DeviceUse:
     peak: int
 
 
+class Recorder(Protocol):
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Runs ``work``, which reads and writes tensors that stay where they are, and gives what
+        repeats it on whatever they hold then. What one recording takes in between may be taken by
+        the next one too: they never run at the same time."""
+
+
 class Device(Protocol):
     torch_device: torch.device
 
@@ -53,6 +60,9 @@ class Device(Protocol):
 
     def measuring(self) -> AbstractContextManager[None]:
         """A context in which the peak is watched."""
+
+    def recorder(self) -> Recorder | None:
+        """None where work cannot be recorded."""
 
 
 class CpuDevice:
@@ -83,6 +93,9 @@ class CpuDevice:
             yield
         finally:
             self._sampler.stop()
+
+    def recorder(self) -> None:
+        return None
 
 
 class CudaDevice:
@@ -125,6 +138,8 @@ class CudaDevice:
         return use
 
     def reclaim(self) -> None:
+        # What a failed step has queued may still read the memory that it was prepared in.
+        torch.cuda.synchronize(self.torch_device)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -134,6 +149,37 @@ class CudaDevice:
             yield
         finally:
             self._sample()
+
+    def recorder(self) -> CudaRecorder:
+        return CudaRecorder(self.torch_device)
+
+
+class CudaRecorder:
+    """CUDA graphs with one pool of memory and one stream. Collectives are recorded as any kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        # Kernels are compiled and libraries take their buffers now: a recording allows neither.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads (NCCL's watchdog) may ask the device something meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        except RuntimeError as error:
+            # Ending a recording that found no memory may fail in turn, and says less.
+            cause = error.__context__
+            raise cause if isinstance(cause, torch.OutOfMemoryError) else error from None
+        return graph.replay
 
 
 def open_device(kind: str, config: EngineConfig, index: int = 0) -> Device:

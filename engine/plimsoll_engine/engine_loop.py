@@ -403,7 +403,7 @@ class EngineLoop:
             )
 
     def _memory_classes(self) -> tuple[MemoryClass, ...]:
-        """Weights and KV are what was allocated. What else is held between steps counts as
+        """Weights, graphs and KV are what was allocated. What else is held between steps counts as
         runtime, what steps took on top of that in the window as activations."""
         plan, device = self._limits.plan, self._watch.latest
         figures = plan.figures
@@ -413,7 +413,10 @@ class EngineLoop:
         return (
             MemoryClass("weights", figures.weights, figures.weights),
             MemoryClass("activations", figures.activations, max(0, activations)),
-            MemoryClass("runtime", figures.runtime, max(0, resting - figures.weights)),
+            MemoryClass("graphs", figures.graphs, figures.graphs),
+            MemoryClass(
+                "runtime", figures.runtime, max(0, resting - figures.weights - figures.graphs)
+            ),
             MemoryClass("kv_cache", plan.kv_cache, kv_cache),
         )
 

@@ -119,6 +119,8 @@ class MemoryFigures:
     # Interpreter, libraries, collective buffers: resting use that is neither weights nor KV.
     runtime: int
     bytes_per_block: int
+    # Recorded decode steps, as they were allocated; 0 where nothing is recorded.
+    graphs: int = 0
 
 
 class Executor(Protocol):
@@ -130,7 +132,8 @@ class Executor(Protocol):
     def profile(
         self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
     ) -> MemoryFigures:
-        """Runs the worst admissible step (last chunk at full context, widest sampled batch)."""
+        """Runs the worst admissible step (last chunk at full context, widest sampled batch), then
+        records the decode steps that are replayed later, where the device can."""
 
     def resize_kv(self, num_blocks: int) -> int:
         """Grows or shrinks the committed KV pool by whole segments.

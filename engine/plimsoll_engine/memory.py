@@ -72,6 +72,7 @@ class MemoryPlan:
         rows = [
             ("weights", f.weights, ""),
             ("activations", f.activations, "peak of the worst admissible step"),
+            ("graphs", f.graphs, "recorded decode steps"),
             ("runtime", f.runtime, "interpreter, libraries, buffers"),
             (
                 "KV cache",
@@ -150,7 +151,7 @@ def build_plan(
     one request of the length asked for does not fit, GPUBusyAtStart when it would, were it not for
     memory that others hold.
     """
-    if figures.weights + figures.runtime >= figures.total:
+    if figures.weights + figures.graphs + figures.runtime >= figures.total:
         raise _too_large(figures, utilization, block_size, max_model_len)
     planned = _blocks_at(figures, utilization)
     plan = MemoryPlan(figures, utilization, block_size, 0, ceiling=0)
@@ -173,7 +174,7 @@ def build_plan(
 
 
 def _fixed(figures: MemoryFigures) -> int:
-    return figures.weights + figures.activations + figures.runtime
+    return figures.weights + figures.activations + figures.graphs + figures.runtime
 
 
 def _blocks_at(figures: MemoryFigures, utilization: float) -> int:
@@ -202,6 +203,7 @@ def _figures(figures: MemoryFigures) -> dict[str, int | float | str]:
         "total_bytes": figures.total,
         "weights_bytes": figures.weights,
         "activations_bytes": figures.activations,
+        "graphs_bytes": figures.graphs,
         "runtime_bytes": figures.runtime,
         "bytes_per_block": figures.bytes_per_block,
     }
@@ -215,9 +217,9 @@ def _too_large(
     return EngineFailure(
         FailureClass.MODEL_TOO_LARGE,
         Phase.KV_CACHE,
-        f"No available memory for the cache blocks: weights ({format_bytes(figures.weights)}) and "
-        f"runtime ({format_bytes(figures.runtime)}) fill the device's "
-        f"{format_bytes(figures.total)}. {format_bytes(memory)} would do.",
+        f"No available memory for the cache blocks: weights ({format_bytes(figures.weights)}), "
+        f"graphs ({format_bytes(figures.graphs)}) and runtime ({format_bytes(figures.runtime)}) fill "
+        f"the device's {format_bytes(figures.total)}. {format_bytes(memory)} would do.",
         figures=_figures(figures) | {"memory_needed_bytes": memory},
         suggestion={"flag": "memory", "value": memory},
     )
@@ -264,7 +266,7 @@ def _too_small(plan: MemoryPlan, blocks: int, needed: int, wanted: int) -> Engin
 
 def _busy(plan: MemoryPlan, free: int, blocks: int, needed: int, wanted: int) -> EngineFailure:
     figures = plan.figures
-    elsewhere = figures.total - free - figures.weights - figures.runtime
+    elsewhere = figures.total - free - figures.weights - figures.graphs - figures.runtime
     longest = blocks * plan.block_size
     return EngineFailure(
         FailureClass.DEVICE_BUSY_AT_START,

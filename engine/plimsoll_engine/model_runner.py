@@ -43,7 +43,8 @@ from plimsoll_engine.models.tokenizer import load_tokenizer
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.profile_step import build_profile_step
 from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
-from plimsoll_engine.step_inputs import WantedRow, build_step_inputs, wanted_rows
+from plimsoll_engine.step_graphs import LARGEST_BY_DEFAULT, StepGraphs, default_sizes
+from plimsoll_engine.step_inputs import StepInputs, WantedRow, build_step_inputs, wanted_rows
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
 # Float32 logits held at once; more rows are computed in passes.
@@ -70,6 +71,7 @@ class ModelRunner:
         self._model: ServedModel | None = None
         self._decoder: Backend | None = None
         self._cache: KVCache | None = None
+        self._graphs: StepGraphs | None = None
 
     @property
     def model(self) -> ServedModel:
@@ -147,7 +149,7 @@ class ModelRunner:
     def profile(
         self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
     ) -> MemoryFigures:
-        """Runs the worst admissible step and reports what it took.
+        """Runs the worst admissible step, records the decode steps, and reports what both took.
 
         The step is approached from a sixteenth of its size: each run foretells the next, so that a
         step which does not fit is told of (EngineFailure CudaOOMAtStart) and not tried.
@@ -183,6 +185,7 @@ class ModelRunner:
             activations, ran = max(activations, self._device.use().peak - rest), tokens
         self.resize_kv(0)
         self._device.reclaim()
+        graphs = self._record_graphs(max_num_seqs, max_model_len)
         weights = self.decoder.num_bytes()
         return MemoryFigures(
             total=self._device.use(reset_peak=True).total,
@@ -190,7 +193,39 @@ class ModelRunner:
             activations=activations,
             runtime=max(0, rest - weights - layout.segment_bytes),
             bytes_per_block=layout.bytes_per_block,
+            graphs=graphs,
         )
+
+    def _record_graphs(self, max_num_seqs: int, max_model_len: int) -> int:
+        """Before there is a pool, so that it is sized by what they really take. Returns the bytes."""
+        recorder = self._device.recorder()
+        config = self._config
+        if recorder is None or config.enforce_eager or not self.decoder.recordable:
+            return 0
+        largest = config.max_cudagraph_capture_size or min(max_num_seqs, LARGEST_BY_DEFAULT)
+        sizes = config.cudagraph_capture_sizes or default_sizes(largest)
+        use = self._device.use(reset_peak=True)
+        graphs = StepGraphs(
+            sizes,
+            math.ceil(max_model_len / config.block_size),
+            config.block_size,
+            self._device.torch_device,
+        )
+        try:
+            graphs.capture(recorder, self._forward)
+        except (RuntimeError, MemoryError) as error:
+            if allocation_failure(error) is None:
+                raise
+            raise _graphs_do_not_fit(sizes, use, self._device.use().used) from error
+        self._graphs = graphs
+        self._device.reclaim()
+        return max(0, self._device.use().used - use.used)
+
+    def _forward(self, inputs: StepInputs, num_layers: int | None = None) -> torch.Tensor:
+        attention = build_attention(
+            self.cache, inputs.attention, inputs.slots, self.model.attention
+        )
+        return self.decoder.forward(inputs.token_ids, inputs.positions, attention, num_layers)
 
     def _over_ranks(self, value: int) -> int:
         """On the CPU the ranks of a pod share one memory; on CUDA the worst counts."""
@@ -246,11 +281,12 @@ class ModelRunner:
             raise failure from None
 
     def _step(self, batch: StepBatch, num_layers: int | None) -> list[SampledToken]:
-        inputs = build_step_inputs(batch, self._config.block_size, self._device.torch_device)
-        attention = build_attention(
-            self.cache, inputs.attention, inputs.slots, self.model.attention
-        )
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attention, num_layers)
+        if self._graphs is not None and self._graphs.takes(batch):
+            batch, hidden = self._graphs.run(batch)
+        else:
+            device = self._device.torch_device
+            inputs = build_step_inputs(batch, self._config.block_size, device)
+            hidden = self._forward(inputs, num_layers)
         tokens: dict[str, int] = {}
         logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
         prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]] = {}
@@ -339,6 +375,7 @@ class ModelRunner:
         )
 
     def shutdown(self) -> None:
+        self._graphs = None
         self._decoder = None
         self._cache = None
         self._device.reclaim()
@@ -386,4 +423,23 @@ def _step_does_not_fit(tokens: int, needed: int, rest: int, total: int) -> Engin
         f"device has {total}: lower --max-num-batched-tokens or --max-model-len",
         {"step_tokens": tokens, "step_bytes": needed, "rest_bytes": rest, "total_bytes": total},
         {"flag": "--max-num-batched-tokens", "value": max(1, tokens // 2)},
+    )
+
+
+def _graphs_do_not_fit(sizes: Sequence[int], before: DeviceUse, used: int) -> EngineFailure:
+    taken = max(0, used - before.used)
+    return EngineFailure(
+        FailureClass.DEVICE_OOM_AT_START,
+        Phase.PROFILE,
+        f"out of memory while {len(sizes)} decode steps of up to {max(sizes)} requests were recorded "
+        f"as CUDA graphs: {taken} bytes taken beside the {before.used} in use, and the device has "
+        f"{before.total}. Lower --max-cudagraph-capture-size, or give --enforce-eager",
+        {
+            "graph_sizes": len(sizes),
+            "largest_graph": max(sizes),
+            "graphs_bytes": taken,
+            "rest_bytes": before.used,
+            "total_bytes": before.total,
+        },
+        {"flag": "--max-cudagraph-capture-size", "value": max(1, max(sizes) // 4)},
     )

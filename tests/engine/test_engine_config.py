@@ -92,6 +92,20 @@ def test_every_flag_reaches_its_attribute() -> None:
         (("--max-model-len", "0"), "--max-model-len", "0", "from 1"),
         (("--max-num-seqs", "1.5"), "--max-num-seqs", "1.5", "whole number"),
         (("--max-num-seqs", "4096"), "--max-num-seqs", "4096", "--max-num-batched-tokens (2048)"),
+        (
+            ("--cudagraph-capture-sizes", "4", "0"),
+            "--cudagraph-capture-sizes",
+            "['4', '0']",
+            "from 1",
+        ),
+        (("--cudagraph-capture-sizes", "9", "300"), "--cudagraph-capture-sizes", "300", "(256)"),
+        (("--max-cudagraph-capture-size", "300"), "--max-cudagraph-capture-size", "300", "(256)"),
+        (
+            ("--max-cudagraph-capture-size", "8", "--cudagraph-capture-sizes", "4"),
+            "--max-cudagraph-capture-size",
+            "8",
+            "--cudagraph-capture-sizes",
+        ),
         (("--max-num-batched-tokens", "x"), "--max-num-batched-tokens", "x", "whole number"),
         (("--watermark", "1"), "--watermark", "1", "below 1"),
         (("--long-prompt-tokens", "8k"), "--long-prompt-tokens", "8k", "whole number from 1"),
@@ -122,6 +136,12 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(
     assert failure.failure_class is FailureClass.INVALID_CONFIGURATION
     assert failure.exit_status == 2
     assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_recorded_steps_are_read_in_any_order() -> None:
+    config = parse("--cudagraph-capture-sizes", "8", "1", "8", "--enforce-eager")
+    assert (config.cudagraph_capture_sizes, config.enforce_eager) == ((1, 8), True)
+    assert (parse().cudagraph_capture_sizes, parse().enforce_eager) == (None, False)
 
 
 @pytest.mark.parametrize("digits", ["1000000000000000000", "9" * 40, "9" * 5000])

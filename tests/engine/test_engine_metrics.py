@@ -54,7 +54,7 @@ LABELLED = [
     *(
         f'plimsoll:memory_{kind}_bytes{{class="{each}"}}'
         for kind in ("planned", "actual")
-        for each in ("weights", "activations", "runtime", "kv_cache")
+        for each in ("weights", "activations", "graphs", "runtime", "kv_cache")
     ),
     *(
         f'plimsoll:requests_rejected_total{{reason="{reason}"}}'

@@ -55,6 +55,12 @@ def test_keys_and_values_are_written_where_they_belong(
     assert interpreted[case.name] == {"write": 0.0, "elsewhere": 0.0}
 
 
+def test_rows_of_nobody_store_nothing_and_read_nothing(interpreted: Measured) -> None:
+    found = interpreted["nobody"]
+    assert (found["stored"], found["given"]) == (0.0, 0.0)
+    assert found["owned"] <= 4e-6
+
+
 def test_splits_divide_what_the_window_shows(interpreted: Measured) -> None:
     """Positions 81 to 100 lie in two tiles: the first two splits have one each."""
     assert interpreted["splits"]["last_filled"] == 1

@@ -169,6 +169,16 @@ def test_blocks_and_utilization_are_each_others_inverse(utilization: float) -> N
     assert made.blocks_at(least - 0.01) < blocks + 1
 
 
+def test_graphs_take_from_the_pool_what_they_were_seen_to_take() -> None:
+    made = plan(figures=replace(FIGURES, graphs=80 * MIB))
+    assert made.num_blocks == plan().num_blocks - 80
+    assert "  graphs         80.00 MiB    8.0 %  recorded decode steps" in made.format()
+    refused = failure(figures=replace(FIGURES, graphs=650 * MIB))
+    assert refused.failure_class is FailureClass.MODEL_TOO_LARGE
+    assert "graphs (650.00 MiB)" in str(refused)
+    assert refused.figures["graphs_bytes"] == 650 * MIB
+
+
 def test_room_leaves_the_activations_of_the_worst_step_alone() -> None:
     assert plan().room(free=250 * MIB) == 150
     assert plan().room(free=90 * MIB) == 0
@@ -180,6 +190,7 @@ def test_the_table_names_every_class_and_what_it_holds() -> None:
         "Memory plan at utilization 0.9:",
         "  weights       300.00 MiB   30.0 %",
         "  activations   100.00 MiB   10.0 %  peak of the worst admissible step",
+        "  graphs               0 B    0.0 %  recorded decode steps",
         "  runtime        50.00 MiB    5.0 %  interpreter, libraries, buffers",
         "  KV cache      450.00 MiB   45.0 %  450 blocks of 16 tokens = 7200 tokens",
         "  margin        100.00 MiB   10.0 %  left alone",

@@ -75,7 +75,7 @@ def test_every_field_of_a_reading_is_on_the_engines_page() -> None:
         found = reading_of(running)
     unknown = [f.name for f in fields(found) if getattr(found, f.name) in (None, {}, ())]
     assert unknown == []
-    assert set(found.planned_bytes) == {"weights", "activations", "runtime", "kv_cache"}
+    assert set(found.planned_bytes) == {"weights", "activations", "graphs", "runtime", "kv_cache"}
     assert isinstance(judge((found,)), Signals)
     assert found.generation_tokens_total == 6.0
     assert found.output_lengths[-1][1] == found.prompt_lengths[-1][1] == 1.0

@@ -202,6 +202,41 @@ def run_case(case: KernelCase) -> dict[str, float]:
     return result
 
 
+def run_nobody() -> dict[str, float]:
+    """Rows that fill up a recorded batch (step_graphs.py): the largest value that they are given,
+    how far the other rows are from the twin, and what is stored for a slot below 0."""
+    from plimsoll_engine.ops.kv_write import kv_write
+    from plimsoll_engine.ops.paged_attention import whole_attention
+    from plimsoll_engine.ops.split_attention import split_attention
+    from plimsoll_engine.reference.paged_attention import paged_attention as twin
+
+    case = KernelCase("nobody", 3, 1, 64, 16, F32, ((1, 17), (1, 40)))
+    inputs, owned, rows = make_inputs(case), len(case.sequences), 5
+    cache = segmented_cache(case, inputs.num_blocks)
+    slots = torch.full((len(inputs.slots),), -1)
+    kv_write(inputs.key, inputs.value, cache, LAYER, slots)
+    found = {"stored": float(cache.rows.abs().max()), "given": 0.0, "owned": 0.0}
+    fill(cache, inputs.key, inputs.value, inputs.slots)
+    query = torch.randn(rows, case.num_heads, case.head_size)
+    query[:owned] = inputs.query
+    tables = torch.zeros((rows, inputs.batch.block_tables.shape[1]), dtype=torch.int32)
+    tables[:owned] = inputs.batch.block_tables
+    batch = AttentionBatch(
+        (1,) * rows,
+        (0,) * rows,
+        tables,
+        torch.arange(rows + 1, dtype=torch.int32),
+        torch.tensor([17, 40, 0, 0, 0], dtype=torch.int32),
+    )
+    for window in (None, 20):
+        expected = twin(inputs.query, cache, LAYER, inputs.batch, 0.125, window)
+        for attention in (whole_attention, split_attention):
+            out = attention(query, cache, LAYER, batch, 0.125, window)
+            found["given"] += float(out[owned:].abs().max())
+            found["owned"] += largest_difference(out[:owned], expected)
+    return found
+
+
 def run_splits() -> dict[str, float]:
     """Which split of a window's is the last that saw anything; and how far the second pass is from
     its twin when splits that saw nothing hold NaN."""
@@ -236,6 +271,7 @@ def main() -> None:
     measured = {case.name: run_case(case) for case in CASES}
     measured |= {case.name: run_write(case) for case in WRITE_CASES}
     measured["splits"] = run_splits()
+    measured["nobody"] = run_nobody()
     measured["wide-segment"] = run_wide_segment()
     measured["layer-ops"] = run_layer_ops()
     measured["decoder"] = run_decoder()

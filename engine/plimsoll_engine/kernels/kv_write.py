@@ -3,6 +3,7 @@
     cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = key, value        per token and KV head
 
 key, value [tokens, kv_heads, head_size]; slots int64 [tokens], slot = block id x BLOCK_SIZE + place.
+A token with a slot below 0 is stored nowhere: it fills up a recorded batch (step_graphs.py).
 A block's address is its segment's base out of the table plus a 64-bit offset (kv_cache.py).
 """
 
@@ -36,6 +37,8 @@ def kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
     block = slot // BLOCK_SIZE
     base = tl.load(segment_table_ptr + block // BLOCKS_PER_SEGMENT)
     segment = base.to(tl.pointer_type(key_ptr.dtype.element_ty))

@@ -37,6 +37,9 @@ class Backend(Protocol):
 
     # Those that this rank keeps keys and values of.
     num_kv_heads: int
+    # Whether ``forward`` does nothing but launch kernels on tensors: no look at a value, no choice by
+    # one, so that it can be recorded.
+    recordable: bool
 
     def forward(
         self,

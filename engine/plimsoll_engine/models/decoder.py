@@ -94,6 +94,8 @@ class Layer:
 
 
 class Decoder:
+    recordable = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -83,6 +83,9 @@ class SplitModel:
 
 
 class TransformersDecoder(SplitModel):
+    # Some families look at positions on the host.
+    recordable = False
+
     def __init__(self, model: Any, num_kv_heads: int) -> None:
         super().__init__(model)
         self.num_kv_heads = num_kv_heads

@@ -14,7 +14,8 @@ def kv_write(
     key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: int, slots: torch.Tensor
 ) -> None:
     """key, value [tokens, kv_heads, head_size] of the cache's dtype go to ``slots`` (int64
-    [tokens], block id x block size + place in the block) of ``layer``."""
+    [tokens], block id x block size + place in the block) of ``layer``; those with a slot below 0
+    nowhere."""
     layout = cache.layout
     tokens, kv_heads, head_size = key.shape
     if value.shape != key.shape or (kv_heads, head_size) != (layout.num_kv_heads, layout.head_size):

@@ -6,8 +6,8 @@ happens to one rank ends the whole group within seconds, as EngineFailure Collec
 module imports no torch.
 
 Memory: on CUDA every figure is the worst rank's. On the CPU the ranks of a pod share one container,
-so use, weights, activations, runtime and bytes per block are sums over them (and the use of the
-process beside them counts as runtime); of several pods the worst counts.
+so use, weights, activations, graphs, runtime and bytes per block are sums over them (and the use of
+the process beside them counts as runtime); of several pods the worst counts.
 
 Ranks in other pods (``pod_group``) join over TCP and are driven in the same way.
 
@@ -178,6 +178,7 @@ class TensorParallelExecutor:
             activations=worst(lambda rank: rank.activations),
             runtime=worst(lambda rank: rank.runtime) + max(beside for _, beside in devices),
             bytes_per_block=self._bytes_per_block,
+            graphs=worst(lambda rank: rank.graphs),
         )
 
     def resize_kv(self, num_blocks: int) -> int:

@@ -79,7 +79,7 @@ class EngineReading:
     device_free_bytes: int | None = None
     # Smallest free memory of the last minute.
     device_free_low_water_bytes: int | None = None
-    # By class: weights, activations, runtime, kv_cache.
+    # By class: weights, activations, graphs, runtime, kv_cache.
     planned_bytes: Mapping[str, int] = field(default_factory=dict)
     actual_bytes: Mapping[str, int] = field(default_factory=dict)
     block_size: int | None = None
