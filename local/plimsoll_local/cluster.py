@@ -20,7 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,11 +73,13 @@ class Cluster:
         report: Callable[[str], None] = lambda line: print(line, flush=True),
         images: dict[str, Any] | None = None,
         tied: bool = False,
+        api_server_flags: Sequence[str] = (),
     ) -> Cluster:
         """Starts a cluster and returns when its node is Ready.
 
         ``images`` adds to the images that pods may name (agent/images.py). A ``tied`` cluster ends
         with the calling thread, however that ends; otherwise it stays until ``down``.
+        ``api_server_flags`` come after this project's own.
         Raises ClusterError, binaries.MissingTool or namespace.NamespacesUnavailable.
         """
         cluster = cls.find(name)
@@ -90,7 +92,8 @@ class Cluster:
                     f"cluster {name!r} is up already; `plimsoll-local down --name {name}` ends it"
                 )
             cluster._end()
-            supervisor = cluster._start(report, {**build_images(), **(images or {})}, tied)
+            every_image = {**build_images(), **(images or {})}
+            supervisor = cluster._start(report, every_image, tied, api_server_flags)
         return cls(name, cluster.directory, supervisor)
 
     @property
@@ -212,7 +215,11 @@ class Cluster:
                 return
 
     def _start(
-        self, report: Callable[[str], None], images: dict[str, Any], tied: bool
+        self,
+        report: Callable[[str], None],
+        images: dict[str, Any],
+        tied: bool,
+        api_server_flags: Sequence[str],
     ) -> subprocess.Popen[bytes]:
         self.directory.mkdir(parents=True)
         (self.directory / IMAGES).write_text(json.dumps(images, indent=2))
@@ -225,6 +232,7 @@ class Cluster:
                     [
                         sys.executable, "-m", "plimsoll_local.supervisor",
                         "--state", str(self.directory),
+                        *(f"--api-server-flag={flag}" for flag in api_server_flags),
                     ],
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     start_new_session=True,

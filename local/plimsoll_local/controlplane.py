@@ -16,6 +16,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -65,11 +66,13 @@ class ControlPlane:
         binaries: Binaries,
         components: frozenset[Component] = frozenset(Component),
         endpoint: Endpoint = Endpoint(),
+        api_server_flags: Sequence[str] = (),
     ) -> None:
         self._directory = directory
         self._binaries = binaries
         self._components = components
         self._endpoint = endpoint
+        self._api_server_flags = tuple(api_server_flags)
         self._token = secrets.token_hex(16)
         self._children: list[subprocess.Popen[bytes]] = []
         self.port = endpoint.port or _free_port()
@@ -198,6 +201,7 @@ class ControlPlane:
             "--allow-privileged=true",
             "--profiling=false",
             "--kubelet-preferred-address-types=InternalIP,Hostname",
+            *self._api_server_flags,
         )
         # `--kubelet-certificate-authority` is left out: the node agent's certificate is its own.
 

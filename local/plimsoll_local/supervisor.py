@@ -52,7 +52,9 @@ log = logging.getLogger("plimsoll_local.supervisor")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="plimsoll_local.supervisor", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="the cluster's folder")
-    state = parser.parse_args().state
+    parser.add_argument("--api-server-flag", action="append", default=[], metavar="FLAG")
+    arguments = parser.parse_args()
+    state, flags = arguments.state, arguments.api_server_flag
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     listener = listen_on_loopback()
     port = int(listener.getsockname()[1])
@@ -62,7 +64,7 @@ def main() -> int:
         listener.close()
         tied_to(parent)()
         try:
-            os._exit(run_isolated(lambda: _run_inside(state, port)))
+            os._exit(run_isolated(lambda: _run_inside(state, port, flags)))
         except NamespacesUnavailable as unavailable:
             print(unavailable, file=sys.stderr, flush=True)
             os._exit(3)
@@ -93,7 +95,7 @@ async def _serve_outside(state: Path, listener: socket.socket, isolated: int) ->
     return max(status, 0)
 
 
-def _run_inside(state: Path, outside_port: int) -> int:
+def _run_inside(state: Path, outside_port: int, api_server_flags: list[str]) -> int:
     """pid 1. Its end is the end of every process in the namespace, so nothing is stopped by hand:
     the data is thrown away and the node agent has no word to give to an API server that goes too.
     """
@@ -113,6 +115,7 @@ def _run_inside(state: Path, outside_port: int) -> int:
         state / "controlplane",
         binaries,
         endpoint=Endpoint(bind="0.0.0.0", advertise=NODE_ADDRESS, port=API_PORT),
+        api_server_flags=api_server_flags,
     )
     try:
         plane.launch()
