@@ -102,19 +102,17 @@ async def run(options: argparse.Namespace) -> None:
     telemetry = Telemetry()
     leadership: Leadership | None = None
 
-    clusterwide = not options.namespace
-
     async def work() -> None:
         telemetry.leader.set(1)
         controller = Controller(
-            Options(options.engine_image, clusterwide, options.operator_namespace),
+            Options(options.engine_image, tuple(options.namespace), options.operator_namespace),
             telemetry=telemetry,
         )
         await kopf.operator(
             memo=controller,
             # Never the shared peering object, whatever the cluster holds (see handlers.start).
             standalone=True,
-            clusterwide=clusterwide,
+            clusterwide=not options.namespace,
             namespaces=options.namespace,
         )
 

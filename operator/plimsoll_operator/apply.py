@@ -102,6 +102,18 @@ def drift(wanted: Json, live: Json) -> str | None:
     return difference(wanted, live)
 
 
+def are_settled(
+    wanted: Mapping[ChildKey, Json | None], live: Mapping[ChildKey, Json | None]
+) -> bool:
+    """Nothing is to be applied or deleted."""
+    return all(
+        present is None
+        if body is None
+        else present is not None and drift(stamped(body), present) is None
+        for body, present in ((body, live.get(key)) for key, body in wanted.items())
+    )
+
+
 async def apply_children(
     cluster: Cluster,
     wanted: Mapping[ChildKey, Json | None],

@@ -7,10 +7,13 @@ dictionaries and what is compared must be what was stored. Knows nothing of LLMD
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from typing import Any, Self
 
+import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -126,11 +129,52 @@ class Cluster:
             raise
 
     async def find(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]:
-        query = [("labelSelector", label_selector)]
-        items: list[Json] = (await self._request("GET", resource.path(namespace), query=query))[
-            "items"
-        ]
+        items: list[Json] = (await self.list_all(resource, namespace, label_selector))["items"]
         return items
+
+    async def list_all(
+        self, resource: Resource, namespace: str | None, label_selector: str = ""
+    ) -> Json:
+        """With the version that a watch goes on from; ``namespace`` None: of all."""
+        path = resource.path_of_all if namespace is None else resource.path(namespace)
+        return await self._request("GET", path, query=[("labelSelector", label_selector)])
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        label_selector: str,
+        version: str,
+        silent_seconds: float,
+    ) -> AsyncIterator[Json]:
+        """Events after ``version``, until the server ends the watch. Raises TimeoutError after
+        ``silent_seconds`` without a word, ApiError 410 when the version has expired."""
+        query = [
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("labelSelector", label_selector),
+            ("resourceVersion", version),
+        ]
+        path = resource.path_of_all if namespace is None else resource.path(namespace)
+        request = await self._serialized("GET", path, query, {"Accept": "application/json"}, None)
+        response = await self._api.call_api(
+            *request, _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
+        )
+        stream, rest = response.response, b""
+        if self._telemetry is not None:
+            self._telemetry.count_request("WATCH", response.status)
+        try:
+            if not 200 <= response.status <= 299:
+                raise ApiError(response.status, _words(await response.read()) or response.reason)
+            while True:
+                async with asyncio.timeout(silent_seconds):
+                    if not (piece := await stream.content.readany()):
+                        return
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+        finally:
+            stream.close()
 
     async def find_everywhere(self, resource: Resource, field_selector: str = "") -> list[Json]:
         """In every namespace. Raises ApiError 403 where the operator may not."""
@@ -209,14 +253,7 @@ class Cluster:
         headers = {"Accept": "application/json", "Content-Type": content_type}
         status = 0
         try:
-            request = await self._api.param_serialize(
-                method,
-                path,
-                query_params=query or [],
-                header_params=headers,
-                body=body,
-                auth_settings=["BearerToken"],
-            )
+            request = await self._serialized(method, path, query or [], headers, body)
             response = await self._api.call_api(*request, _request_timeout=30)
             status = response.status
             content = await response.read()
@@ -230,6 +267,24 @@ class Cluster:
             raise ApiError(response.status, _words(content) or response.reason)
         document: Json = json.loads(content) if content else {}
         return document
+
+    async def _serialized(
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]],
+        headers: dict[str, str],
+        body: Json | None,
+    ) -> tuple[Any, ...]:
+        request: tuple[Any, ...] = await self._api.param_serialize(
+            method,
+            path,
+            query_params=query,
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        return request
 
 
 def _words(content: bytes) -> str:

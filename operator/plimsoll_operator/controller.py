@@ -6,6 +6,7 @@ MemoryAdvisor. What is carried here may be lost at any moment: everything that m
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from plimsoll_operator.engines import Engines, RemoteEngines
 from plimsoll_operator.reconcile import Carried, reconcile
 from plimsoll_operator.report import report_failure
 from plimsoll_operator.telemetry import Telemetry
+from plimsoll_operator.watch_cache import Caches
 from plimsoll_operator.workers import Key, Workers
 
 logger = logging.getLogger(__name__)
@@ -29,13 +31,17 @@ DEFAULT_ENGINE_IMAGE = f"plimsoll/engine:{__version__}"
 
 @dataclass(frozen=True)
 class Options:
-    """``engine_image`` serves deployments that name none. ``clusterwide`` False: what lies outside
-    of the watched namespaces is not even asked for, since it needs rights of the whole cluster.
+    """``engine_image`` serves deployments that name none. ``namespaces`` are watched, none named: all; what lies
+    outside is not even asked for, since it needs rights of the whole cluster.
     ``operator_namespace``: the control channel is open to the operator's pods there alone."""
 
     engine_image: str = DEFAULT_ENGINE_IMAGE
-    clusterwide: bool = True
+    namespaces: tuple[str, ...] = ()
     operator_namespace: str | None = None
+
+    @property
+    def clusterwide(self) -> bool:
+        return not self.namespaces
 
 
 class Controller:
@@ -56,6 +62,8 @@ class Controller:
         self._advised: dict[Key, advising.Carried] = {}
         self._failing: set[tuple[Resource, Key]] = set()
         self._cluster: Cluster | None = None
+        self._caches: Caches | None = None
+        self._filling: asyncio.Task[None] | None = None
         self._engines = engines
         self._pages = pages
         self._connections: list[RemoteEngines | RemotePages] = []
@@ -66,6 +74,8 @@ class Controller:
 
     async def start(self) -> None:
         self._cluster = await Cluster.connect(self._telemetry)
+        self._caches = Caches(self._cluster, self._options.namespaces, self.nudge)
+        self._filling = asyncio.create_task(self._caches.run(), name="watch caches")
         if self._engines is None:
             self._engines = engines = RemoteEngines()
             self._connections.append(engines)
@@ -76,6 +86,9 @@ class Controller:
     async def stop(self) -> None:
         await self._workers.stop()
         await self._advisors.stop()
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
         for connection in self._connections:
             await connection.close()
         if self._cluster is not None:
@@ -133,6 +146,7 @@ class Controller:
             operator_namespace=self._options.operator_namespace,
             carried=self._carried.get(key),
             now=now,
+            remembered=self._caches,
         )
         if outcome is None:
             self._carried.pop(key, None)

@@ -1,7 +1,7 @@
 """What kopf calls: watch events become triggers, nothing more.
 
-In: events of LLMDeployments, of what they own, and of MemoryAdvisors. Out: triggers of the workers. Only raw event
-handlers are used: kopf's other handlers leave finalizers and annotations on the objects, and an
+In: events of LLMDeployments and of MemoryAdvisors; what they own is watched elsewhere (watch_cache.py). Out:
+triggers of the workers. Only raw event handlers are used: kopf's other handlers leave finalizers and annotations on the objects, and an
 idle object must not be written (docs/architecture.md).
 """
 
@@ -14,8 +14,6 @@ import kopf
 from plimsoll_operator import names
 from plimsoll_operator.controller import Controller
 from plimsoll_operator.workers import Key
-
-_OURS = {names.DEPLOYMENT_LABEL: kopf.PRESENT}
 
 
 @kopf.on.login()
@@ -53,11 +51,3 @@ async def advisor_changed(
     memo: Controller, namespace: str | None, name: str | None, **_: Any
 ) -> None:
     memo.trigger_advisor(Key(namespace or "", name or ""))
-
-
-@kopf.on.event("apps", "v1", "statefulsets", labels=_OURS)
-@kopf.on.event("v1", "pods", labels=_OURS)
-async def child_changed(
-    memo: Controller, namespace: str | None, labels: kopf.Labels, **_: Any
-) -> None:
-    memo.nudge(Key(namespace or "", labels[names.DEPLOYMENT_LABEL]))

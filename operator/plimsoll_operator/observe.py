@@ -29,6 +29,7 @@ from plimsoll_operator.ownership import foreign_fields
 from plimsoll_operator.plan.capacity import find_room
 from plimsoll_operator.spec import Deployment, RolloutType
 from plimsoll_operator.tuning.profile import profile_key
+from plimsoll_operator.watch_cache import Reader
 
 
 def children(deployment: str, *, prefetch: bool) -> tuple[tuple[Resource, str], ...]:
@@ -46,7 +47,7 @@ def children(deployment: str, *, prefetch: bool) -> tuple[tuple[Resource, str], 
     )
 
 
-async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observed:
+async def observe(reader: Reader, resource: Json, engine_image: str) -> Observed:
     """``resource`` is the LLMDeployment just read, ``engine_image`` the default for its pods.
     Raises spec.InvalidSpec."""
     deployment = Deployment.parse(resource)
@@ -56,9 +57,9 @@ async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observ
     wanted = children(deployment.name, prefetch=fetches or fetched)
     profile_name = profile_key(deployment, deployment.image or engine_image).name
     bodies, profile, pods = await asyncio.gather(
-        asyncio.gather(*(cluster.get(kind, namespace, name) for kind, name in wanted)),
-        cluster.get(api.MEMORY_PROFILE, namespace, profile_name),
-        cluster.find(api.POD, namespace, names.label_selector(names.selector(deployment.name))),
+        asyncio.gather(*(reader.get(kind, namespace, name) for kind, name in wanted)),
+        reader.get(api.MEMORY_PROFILE, namespace, profile_name),
+        reader.find(api.POD, namespace, names.label_selector(names.selector(deployment.name))),
     )
     found = {(kind.kind, name): body for (kind, name), body in zip(wanted, bodies, strict=True)}
     statefulset = found[api.STATEFUL_SET.kind, deployment.name]
@@ -73,13 +74,13 @@ async def observe(cluster: Cluster, resource: Json, engine_image: str) -> Observ
         pods=tuple(sorted(parsed, key=lambda pod: pod.ordinal)),
         credentials=None if secret is None else read_credentials(secret),
         profile=profile,
-        prefetch_pods=await _pods_of_prefetch(cluster, deployment) if fetches else (),
+        prefetch_pods=await _pods_of_prefetch(reader, deployment) if fetches else (),
     )
 
 
-async def _pods_of_prefetch(cluster: Cluster, deployment: Deployment) -> tuple[Json, ...]:
+async def _pods_of_prefetch(reader: Reader, deployment: Deployment) -> tuple[Json, ...]:
     labels = names.label_selector(names.prefetch_labels(deployment.name))
-    return tuple(await cluster.find(api.POD, deployment.namespace, labels))
+    return tuple(await reader.find(api.POD, deployment.namespace, labels))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from plimsoll_operator.apply import (
     Fruitless,
     apply_children,
     apply_profile,
+    are_settled,
     difference,
 )
 from plimsoll_operator.checks import Violation
@@ -37,7 +38,7 @@ from plimsoll_operator.plan import StepReason, next_step
 from plimsoll_operator.plan.canary import Probe, judge_canary
 from plimsoll_operator.prefetch import judge_prefetch
 from plimsoll_operator.probing import ask
-from plimsoll_operator.report import Reported, report
+from plimsoll_operator.report import Reported, is_news, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.telemetry import Standing
 from plimsoll_operator.tuning import decide
@@ -58,6 +59,7 @@ from plimsoll_operator.tuning.values import (
     TuningState,
     Unknown,
 )
+from plimsoll_operator.watch_cache import Reader
 from plimsoll_operator.workers import Key
 
 logger = logging.getLogger(__name__)
@@ -100,19 +102,34 @@ async def reconcile(
     operator_namespace: str | None = None,
     carried: Carried | None,
     now: float,
+    remembered: Reader | None = None,
 ) -> Passed | None:
     """None when the LLMDeployment is gone or going: its children follow by their owner reference.
 
     Seven steps: observe, tune, plan, build, apply, check and report, move the engines' limits.
     Every step decides from what this pass observed, so a pass that was cut off is simply repeated.
+    ``remembered`` answers without asking the cluster and may be behind: as soon as there is anything to
+    write, the pass begins anew and looks for itself.
     """
+
+    async def look_again() -> Passed | None:
+        return await reconcile(
+            cluster,
+            engines,
+            key,
+            engine_image=engine_image,
+            operator_namespace=operator_namespace,
+            carried=carried,
+            now=now,
+        )
+
     resource = await cluster.get(api.LLM_DEPLOYMENT, *key)
     if resource is None or "deletionTimestamp" in resource["metadata"]:
         return None
 
     # 1. Observe.
     try:
-        observed = await observe(cluster, resource, engine_image)
+        observed = await observe(remembered or cluster, resource, engine_image)
         template = build_pod_template(observed.deployment, engine_image)
     except InvalidSpec as error:
         invalid = build_invalid_status(resource, str(error), now)
@@ -189,6 +206,13 @@ async def reconcile(
         del children["StatefulSet", deployment.name]
 
     # 5. Apply. Nothing is written over somebody else's object.
+    if remembered is not None and (
+        not are_settled(children, observed.children)
+        or step.replace
+        or canary is not None
+        or decision.learned != learned
+    ):
+        return await look_again()
     written = Applied()
     if conflict is None:
         fruitless = {} if carried is None else carried.fruitless
@@ -255,6 +279,8 @@ async def reconcile(
     if observed.statefulset is not None and not applied and not refusals and not fetch.holds:
         events = (_rolling_out(observed, template), *events)
     last = None if carried is None else carried.reported
+    if remembered is not None and (events or is_news(resource, status, now, last)):
+        return await look_again()
     reported = await report(cluster, resource, status, now, events=events, last=last)
 
     # 7. Move the engines' limits, on those that have not got this revision yet.

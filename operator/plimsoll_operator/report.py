@@ -31,6 +31,20 @@ class Reported:
     answered: Json
 
 
+def is_news(resource: Json, status: Json, now: float, last: Reported | None) -> bool:
+    """Whether the status is to be written. Another owner's fields cannot be taken out: as long as nobody
+    has touched the status since, it is what it was made to be, and writing it again would change
+    nothing but its time, for ever."""
+    previous = _status_of(resource)
+    untouched = last is not None and last.answered == previous
+    return is_due(last.sent if last is not None and untouched else previous, status, now)
+
+
+def _status_of(resource: Json) -> Json:
+    found = resource.get("status")
+    return found if isinstance(found, dict) else {}
+
+
 async def report(
     cluster: Cluster,
     resource: Json,
@@ -42,12 +56,8 @@ async def report(
 ) -> Reported | None:
     """Status first: an Event tells of what can already be read there. ``last`` is the last write;
     what is returned goes into the next pass."""
-    found = resource.get("status")
-    previous: Json = found if isinstance(found, dict) else {}
-    # Another owner's fields cannot be taken out. As long as nobody has touched the status since, it
-    # is what it was made to be, and writing it again would change nothing but its time, for ever.
-    untouched = last is not None and last.answered == previous
-    if is_due(last.sent if last is not None and untouched else previous, status, now):
+    if is_news(resource, status, now, last):
+        previous = _status_of(resource)
         answered = await apply_status(cluster, resource, with_emptied_lists(status, previous))
         last = Reported(status, answered)
         before = read_status(resource)

@@ -64,17 +64,20 @@ class Access:
         }
 
 
+_CHILD = ("get", "list", "watch", "create", "patch", "delete")
 OPERATOR_RULES = (
     Rule(names.GROUP, (names.PLURAL,), ("get", "list", "watch")),
     Rule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     Rule(names.GROUP, (f"{names.PLURAL}/finalizers",), ("update",)),
-    Rule(names.GROUP, (names.PROFILE_PLURAL,), ("get", "create", "patch")),
+    Rule(names.GROUP, (names.PROFILE_PLURAL,), ("get", "list", "watch", "create", "patch")),
     Rule(names.GROUP, (f"{names.PROFILE_PLURAL}/status",), ("patch",)),
-    Rule("", ("services", "configmaps", "secrets"), ("get", "create", "patch", "delete")),
-    Rule("apps", ("statefulsets",), ("get", "list", "watch", "create", "patch", "delete")),
-    Rule("batch", ("jobs",), ("get", "create", "patch", "delete")),
-    Rule("policy", ("poddisruptionbudgets",), ("get", "create", "patch", "delete")),
-    Rule("networking.k8s.io", ("networkpolicies",), ("get", "create", "patch", "delete")),
+    Rule("", ("services", "configmaps"), _CHILD),
+    # To list Secrets would be to read all of them.
+    Rule("", ("secrets",), ("get", "create", "patch", "delete")),
+    Rule("apps", ("statefulsets",), _CHILD),
+    Rule("batch", ("jobs",), _CHILD),
+    Rule("policy", ("poddisruptionbudgets",), _CHILD),
+    Rule("networking.k8s.io", ("networkpolicies",), _CHILD),
     Rule("", ("pods",), ("get", "list", "watch", "delete")),
     Rule("", ("events",), ("create",)),
     # What MemoryAdvisors look at; nothing of it is written.
