@@ -275,8 +275,8 @@ class Cluster:
         query: list[tuple[str, str]],
         headers: dict[str, str],
         body: Json | None,
-    ) -> tuple[Any, ...]:
-        request: tuple[Any, ...] = await self._api.param_serialize(
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        request: tuple[Any, Any, Any, Any, Any] = await self._api.param_serialize(
             method,
             path,
             query_params=query,

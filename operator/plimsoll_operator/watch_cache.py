@@ -30,7 +30,7 @@ from plimsoll_operator.resources import (
     STATEFUL_SET,
     Resource,
 )
-from plimsoll_operator.workers import Key
+from plimsoll_operator.workers import FIRST_PAUSE, LONGEST_PAUSE, Key
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ Json = dict[str, Any]
 
 # A bookmark comes every 60 s; the API server remembers what happened for 75 s.
 SILENT_SECONDS = 70.0
-# Between two attempts to list and watch.
-PAUSE_SECONDS = 5.0
-
 # Secrets are not among them: the right to list them would be the right to read every one.
 CACHED = (
     POD,
@@ -132,16 +129,24 @@ class WatchCache:
 
     async def run(self) -> None:
         """Never returns by itself."""
+        pause = FIRST_PAUSE
         while True:
             try:
                 version = await self._list()
+                pause = FIRST_PAUSE
                 await self._watch(version)
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                level = logging.DEBUG if self.listed else logging.WARNING
-                logger.log(level, "watching %s: %s", self._resource.plural, error)
+                if not self.listed:
+                    logger.warning(
+                        "%s are read one by one: %s; again in %g s",
+                        self._resource.plural,
+                        error,
+                        pause,
+                    )
             # What is not watched is not known.
             self.listed = False
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _list(self) -> str:
         listing = await self._cluster.list_all(self._resource, self._namespace, self._labels)

@@ -25,6 +25,7 @@ import psutil
 from plimsoll_local import relay
 from plimsoll_local.cluster import ClusterError
 from plimsoll_local.layout import API_PORT, NODE_ADDRESS, RELAY_SOCKET
+from support.faulty_proxy import QUIET_SECONDS
 from support.local_cluster import LocalCluster
 from support.serving import OPERATOR_NAMESPACE, Serving
 
@@ -74,7 +75,6 @@ def find_processes(cluster: LocalCluster, what: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if any(word == what or word.endswith(f"/{what}") for word in process.cmdline()[:3]):
                 found.append(process)
-    assert found, f"no process of {what}"
     return found
 
 
@@ -126,7 +126,7 @@ class Faults:
 
         def is_back() -> bool:
             found = find_processes(self.serving.cluster, "plimsoll_local.agent")
-            return not before & {process.pid for process in found}
+            return bool(found) and not before & {process.pid for process in found}
 
         self._wait(is_back, "a new node agent", RESTARTED_SECONDS)
 
@@ -138,15 +138,20 @@ class Faults:
         self._pause([psutil.Process(self.proxy.pid)])
 
     def silence_the_watches(self) -> None:
-        """The operator's connections stay open and say nothing any more. What is created then is known
-        by no other way than a watch."""
-        self.proxy.send_signal(signal.SIGUSR1)
+        """The operator's watches stay open and say nothing any more. What is created then is known by no
+        other way."""
+        self._silence()
         self._create_another()
 
     def expire_resource_versions(self) -> None:
         """Where the operator's watches stopped is compacted away in etcd before it can go on there."""
-        self.proxy.send_signal(signal.SIGUSR1)
+        self._silence()
         self._create_another(meanwhile=self._compact)
+
+    def _silence(self) -> None:
+        # Until a watch that has only begun is known for one.
+        time.sleep(QUIET_SECONDS)
+        self.proxy.send_signal(signal.SIGUSR1)
 
     def conflict_every_write(self) -> None:
         """Another writer touches what the operator writes, as fast as it can, for ten seconds, while the

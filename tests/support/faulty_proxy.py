@@ -1,8 +1,9 @@
 """A TCP proxy that can fall silent: ``python -m support.faulty_proxy --listen HOST:PORT --target HOST:PORT``.
 
-SIGUSR1: whatever is open now passes nothing on any more and stays open, as behind a firewall that
-forgot it; what is opened later works. SIGUSR2: whatever is open now is cut. SIGSTOP and SIGCONT, which
-need no help from here, hold up everything and let it go on. Knows nothing of what it carries.
+SIGUSR1: every connection on which the client has said nothing for QUIET_SECONDS passes nothing on any more and
+stays open, as behind a firewall that forgot it: so a watch is told from a connection that is asked again and
+again. SIGUSR2: whatever is open now is cut. SIGSTOP and SIGCONT, which need no help from here, hold up
+everything and let it go on. Knows nothing of what it carries.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import time
 
+# A client gives a connection that it does not use up after 15 s (aiohttp).
+QUIET_SECONDS = 16.0
 _BUFFER = 64 * 1024
 
 
@@ -30,7 +34,7 @@ class FaultyProxy:
         self._connections.add(connection)
         try:
             await asyncio.gather(
-                connection.copy(reader, far_writer), connection.copy(far_reader, writer)
+                connection.ask(reader, far_writer), connection.answer(far_reader, writer)
             )
         except OSError:
             # A reset of one side is the end of the connection for the other.
@@ -40,8 +44,9 @@ class FaultyProxy:
             connection.cut()
 
     def silence(self) -> None:
+        now = time.monotonic()
         for connection in self._connections:
-            connection.silent = True
+            connection.silent |= now - connection.asked_at >= QUIET_SECONDS
 
     def cut(self) -> None:
         for connection in self._connections:
@@ -49,23 +54,38 @@ class FaultyProxy:
 
 
 class _Connection:
+    """What comes while it is silent is lost; the end of a side is told even then, for whoever gives the
+    connection up shall not leave it here for ever."""
+
     def __init__(self, writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         self.silent = False
+        self.asked_at = time.monotonic()
         self._writers = writers
 
-    async def copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What comes while it is silent is lost; the end of a side is told even then, for whoever
-        gives the connection up shall not leave it here for ever."""
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_BUFFER):
-            if not self.silent:
-                writer.write(data)
-                await writer.drain()
-        with contextlib.suppress(OSError):
-            writer.write_eof()
+            self.asked_at = time.monotonic()
+            await self._pass(data, writer)
+        _end(writer)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_BUFFER):
+            await self._pass(data, writer)
+        _end(writer)
+
+    async def _pass(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        if not self.silent:
+            writer.write(data)
+            await writer.drain()
 
     def cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
+
+
+def _end(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        writer.write_eof()
 
 
 async def serve(listen: tuple[str, int], target: tuple[str, int]) -> None:
