@@ -105,9 +105,11 @@ class Cluster:
         self._telemetry = telemetry
 
     @classmethod
-    async def connect(cls, telemetry: Telemetry | None = None) -> Self:
-        """By the pod's service account, or else by KUBECONFIG (~/.kube/config)."""
+    async def connect(cls, telemetry: Telemetry | None = None, *, watches: int = 0) -> Self:
+        """By the pod's service account, or else by KUBECONFIG (~/.kube/config). ``watches`` hold a
+        connection each, beside those for requests."""
         configuration = client.Configuration()
+        configuration.connection_pool_maxsize += watches
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
         else:

@@ -21,7 +21,7 @@ from plimsoll_operator.engines import Engines, RemoteEngines
 from plimsoll_operator.reconcile import Carried, reconcile
 from plimsoll_operator.report import report_failure
 from plimsoll_operator.telemetry import Telemetry
-from plimsoll_operator.watch_cache import Caches
+from plimsoll_operator.watch_cache import Caches, count_watches
 from plimsoll_operator.workers import Key, Workers
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,10 @@ class Controller:
         return self._options
 
     async def start(self) -> None:
-        self._cluster = await Cluster.connect(self._telemetry)
-        self._caches = Caches(self._cluster, self._options.namespaces, self.nudge)
+        namespaces = self._options.namespaces
+        watches = count_watches(namespaces)
+        self._cluster = await Cluster.connect(self._telemetry, watches=watches)
+        self._caches = Caches(self._cluster, namespaces, self.nudge)
         self._filling = asyncio.create_task(self._caches.run(), name="watch caches")
         if self._engines is None:
             self._engines = engines = RemoteEngines()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
@@ -38,6 +38,8 @@ Json = dict[str, Any]
 
 # A bookmark comes every 60 s; the API server remembers what happened for 75 s.
 SILENT_SECONDS = 70.0
+# Before a watch that has ended is begun anew, lest a server that ends each at once be asked without end.
+RECONNECT_SECONDS = 0.1
 # Secrets are not among them: the right to list them would be the right to read every one.
 CACHED = (
     POD,
@@ -59,18 +61,23 @@ class Reader(Protocol):
     async def find(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]: ...
 
 
+def count_watches(namespaces: Sequence[str]) -> int:
+    """That ``Caches`` of them keep open."""
+    return len(CACHED) * max(len(namespaces), 1)
+
+
 class Caches:
     """``run`` fills them until it is cancelled; ``changed`` gets the deployment of each child that
     changed. No namespaces: all of them."""
 
     def __init__(
-        self, cluster: Cluster, namespaces: Iterable[str], changed: Callable[[Key], None]
+        self, cluster: Cluster, namespaces: Sequence[str], changed: Callable[[Key], None]
     ) -> None:
         self._cluster = cluster
         self._caches = {
             (resource, namespace): WatchCache(cluster, resource, namespace, changed)
             for resource in CACHED
-            for namespace in tuple(namespaces) or (None,)
+            for namespace in namespaces or (None,)
         }
 
     async def run(self) -> None:
@@ -177,6 +184,7 @@ class WatchCache:
             except TimeoutError:
                 # Dead perhaps, or quiet: another connection tells, from the same version on.
                 logger.debug("the watch of %s was silent", self._resource.plural)
+            await asyncio.sleep(RECONNECT_SECONDS)
 
     def _note(self, kind: str, body: Json) -> None:
         if kind == "DELETED":
