@@ -10,9 +10,10 @@ ARGS ?=
 # End-to-end tests mostly wait: four processes keep two cores busy.
 TEST_PROCESSES ?= 4
 MINUTES ?= 3
+CHAOS_MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: help setup demo test endurance check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
+.PHONY: help setup demo test endurance soak chaos check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -27,8 +28,14 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 test: setup ## the whole test suite; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
 
-endurance: setup ## what lasts: three minutes of mixed load with failing allocations (an hour: MINUTES=60)
+endurance: setup ## what lasts: three minutes of mixed load (an hour: MINUTES=60) beside five of chaos (CHAOS_MINUTES)
+	@$(MAKE) --no-print-directory -j2 soak chaos
+
+soak:
 	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(MINUTES) --seed $(SEED)
+
+chaos:
+	@PYTHONPATH=tests $(BIN)/python -m support.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)
 
 check: setup ## lint (Python, YAML, shell, Dockerfiles, links of the docs), format, types, import contracts, generated files
 	$(BIN)/ruff check .
