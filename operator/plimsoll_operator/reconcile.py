@@ -214,7 +214,7 @@ async def reconcile(
     ):
         return await look_again()
     written = Applied()
-    if conflict is None:
+    if conflict is None and remembered is None:
         fruitless = {} if carried is None else carried.fruitless
         written = await apply_children(cluster, children, observed.children, fruitless, now)
         for pod in () if fetch.holds else step.replace:

@@ -30,8 +30,8 @@ from plimsoll_local import models
 from plimsoll_local.binaries import ensure_binaries
 from plimsoll_local.cluster import Cluster, ClusterError
 from support.chaos_faults import Faults, proxied
-from support.local_cluster import LocalCluster
-from support.serving import Serving, install_operator
+from support.local_cluster import Json, LocalCluster
+from support.serving import OPERATOR_NAMESPACE, Serving, install_operator
 from support.tiny_model import write_tiny_model
 
 NAME, NAMESPACE, REPLICAS = "chaos", "chaos", 2
@@ -119,14 +119,13 @@ class Chaos:
             if found.get("status") != "True":
                 return f"Ready is {found.get('status')}: {found.get('message')}"
             pods = self._serving.pods(NAME)
-            ready = [
-                pod
-                for pod in pods
-                for condition in pod["status"].get("conditions", ())
-                if condition["type"] == "Ready" and condition["status"] == "True"
-            ]
+            ready = [pod for pod in pods if _is_ready(pod)]
             if (len(pods), len(ready)) != (REPLICAS, REPLICAS):
                 return f"{len(ready)} of {len(pods)} pods are ready"
+            path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods"
+            operators = (self._serving.cluster.get(path) or {"items": []})["items"]
+            if [_is_ready(pod) for pod in operators] != [True]:
+                return "not one operator is at work"
             for version, plural, count in CHILDREN:
                 group = f"/api/{version}" if "/" not in version else f"/apis/{version}"
                 label = f"labelSelector=plimsoll.dev%2Fdeployment%3D{NAME}"
@@ -139,6 +138,11 @@ class Chaos:
             return None if answer.status == 200 else f"a request got {answer.status}: {answer.body}"
         except (ClusterError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def _is_ready(pod: Json) -> bool:
+    conditions = pod["status"].get("conditions", ())
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
 def main() -> int:

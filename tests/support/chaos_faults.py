@@ -150,8 +150,12 @@ class Faults:
 
     def _silence(self) -> None:
         # Until a watch that has only begun is known for one.
-        time.sleep(QUIET_SECONDS)
+        time.sleep(QUIET_SECONDS + 2)
         self.proxy.send_signal(signal.SIGUSR1)
+        assert self.proxy.stdout is not None
+        silent = int(self.proxy.stdout.readline())
+        print(f"           {silent} connections are silent", flush=True)
+        assert silent, "no watch was silenced"
 
     def conflict_every_write(self) -> None:
         """Another writer touches what the operator writes, as fast as it can, for ten seconds, while the

@@ -2,7 +2,7 @@
 
 SIGUSR1: every connection on which the client has said nothing for QUIET_SECONDS passes nothing on any more and
 stays open, as behind a firewall that forgot it: so a watch is told from a connection that is asked again and
-again. SIGUSR2: whatever is open now is cut. SIGSTOP and SIGCONT, which need no help from here, hold up
+again; prints how many are silent. SIGUSR2: whatever is open now is cut. SIGSTOP and SIGCONT, which need no help from here, hold up
 everything and let it go on. Knows nothing of what it carries.
 """
 
@@ -47,6 +47,7 @@ class FaultyProxy:
         now = time.monotonic()
         for connection in self._connections:
             connection.silent |= now - connection.asked_at >= QUIET_SECONDS
+        print(sum(each.silent for each in self._connections), flush=True)
 
     def cut(self) -> None:
         for connection in self._connections:
