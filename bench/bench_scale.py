@@ -340,7 +340,10 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with ControlPlane(folder, ensure_binaries(), frozenset()) as plane:
+        # Two Services for each, one of them with an address: the local cluster's range has 254.
+        flags = ("--service-cluster-ip-range=10.0.0.0/16",)
+        plane = ControlPlane(folder, ensure_binaries(), frozenset(), api_server_flags=flags)
+        with plane:
             held = asyncio.run(measure(sorted(arguments.sizes), folder, plane))
             if not held:
                 print((folder / "operator.log").read_text()[-2000:], file=sys.stderr)

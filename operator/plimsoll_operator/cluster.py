@@ -65,6 +65,7 @@ __all__ = [
 
 Json = dict[str, Any]
 
+REQUESTS_AT_ONCE = 32
 
 _BY_KIND = {
     resource.kind: resource
@@ -103,6 +104,8 @@ class Cluster:
     def __init__(self, api: client.ApiClient, telemetry: Telemetry | None = None) -> None:
         self._api = api
         self._telemetry = telemetry
+        # The rest waits its turn here, where its own time does not run yet.
+        self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     @classmethod
     async def connect(cls, telemetry: Telemetry | None = None, *, watches: int = 0) -> Self:
@@ -256,9 +259,10 @@ class Cluster:
         status = 0
         try:
             request = await self._serialized(method, path, query or [], headers, body)
-            response = await self._api.call_api(*request, _request_timeout=30)
-            status = response.status
-            content = await response.read()
+            async with self._turns:
+                response = await self._api.call_api(*request, _request_timeout=30)
+                status = response.status
+                content = await response.read()
         except ApiException as error:
             status = error.status or 0
             raise ApiError(status, str(error.reason)) from error

@@ -7,6 +7,8 @@ idle object must not be written (docs/architecture.md).
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import kopf
@@ -18,8 +20,13 @@ from plimsoll_operator.workers import Key
 
 @kopf.on.login()
 def login(**details: Any) -> kopf.ConnectionInfo | None:
-    """The same credentials as the operator's own client (cluster.Cluster.connect)."""
-    return kopf.login_with_service_account(**details) or kopf.login_with_kubeconfig(**details)
+    """The same credentials and the same server as the operator's own client has (cluster.Cluster.connect):
+    kopf would ask for the server's name in the cluster's DNS."""
+    found = kopf.login_with_service_account(**details)
+    if found is None:
+        return kopf.login_with_kubeconfig(**details)
+    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+    return replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 @kopf.on.startup()
