@@ -27,7 +27,6 @@ import kopf
 import psutil
 import yaml
 from kubernetes.aio import client, config
-from prometheus_client.parser import text_string_to_metric_families
 
 from plimsoll_local.binaries import ensure_binaries
 from plimsoll_local.controlplane import ControlPlane
@@ -117,7 +116,8 @@ async def run_operator() -> None:
     while await loop.run_in_executor(None, sys.stdin.readline):
         requests = {
             "/".join(sample.labels.values()): sample.value
-            for metric in text_string_to_metric_families(telemetry.page().decode())
+            # Not the whole page: rendering it for 1,000 would be most of what is measured.
+            for metric in telemetry.requests.collect()
             for sample in metric.samples
             if sample.name == "plimsoll_operator_api_requests_total"
         }

@@ -48,7 +48,7 @@ class Telemetry:
             buckets=_PASS_BUCKETS,
             registry=registry,
         )
-        self._requests = Counter(
+        self.requests = Counter(
             f"{PREFIX}_api_requests",
             "Requests to the API server, by verb and HTTP status (0: no answer).",
             ("verb", "status"),
@@ -82,7 +82,7 @@ class Telemetry:
             self._passes.labels(outcome).observe(time.perf_counter() - begun)
 
     def count_request(self, verb: str, status: int) -> None:
-        self._requests.labels(verb, str(status)).inc()
+        self.requests.labels(verb, str(status)).inc()
 
     def count_decision(self, rule: str, parameter: str) -> None:
         self._decisions.labels(rule, parameter).inc()
