@@ -12,8 +12,9 @@ TEST_PROCESSES ?= 4
 MINUTES ?= 3
 CHAOS_MINUTES ?= 5
 SEED ?= 0
+FUZZ ?= 20
 
-.PHONY: help setup demo test endurance soak chaos check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
+.PHONY: help setup demo test fuzz endurance soak chaos check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -27,6 +28,9 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 
 test: setup ## the whole test suite; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
+
+fuzz: setup ## odd bytes, headers and bodies against the engine's API: FUZZ times as many as in the tests, new ones each time
+	@FUZZ_FACTOR=$(FUZZ) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --timeout 0 -rs tests/engine/test_hostile_clients.py tests/engine/test_openapi.py $(ARGS)
 
 endurance: setup ## what lasts: three minutes of mixed load (an hour: MINUTES=60) beside five of chaos (CHAOS_MINUTES)
 	@$(MAKE) --no-print-directory -j2 soak chaos

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +27,8 @@ from plimsoll_engine.metrics import EngineMetrics
 from plimsoll_engine.server.answers import UsageShown
 from plimsoll_engine.server.api_keys import read_api_keys
 from plimsoll_engine.server.app import build_app
+from plimsoll_engine.server.body import BodyBounds
+from plimsoll_engine.server.connections import ConnectionBounds
 from plimsoll_engine.server.listener import HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
 from plimsoll_engine.server.text import TextCodec
@@ -115,6 +118,7 @@ class ApiServer:
     core: EngineCore
     executor: ScriptedExecutor
     service: Service
+    app: Starlette
     client: httpx.Client
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -174,6 +178,8 @@ def api_server(
     max_model_len: int | None = 2048,
     executor: ScriptedExecutor | None = None,
     defaults: SamplingDefaults | None = None,
+    body_bounds: BodyBounds | None = None,
+    connection_bounds: ConnectionBounds | None = None,
     **settings: Any,
 ) -> Iterator[ApiServer]:
     """The model is named ``m``. Its vocabulary has 1000 entries (ScriptedExecutor)."""
@@ -204,17 +210,19 @@ def api_server(
         ),
         max_sequences=config.max_num_seqs + config.max_num_queued_reqs,
         usage=UsageShown(config.enable_prompt_tokens_details, config.enable_force_include_usage),
+        body_bounds=body_bounds or BodyBounds(),
     )
     listener = bind("127.0.0.1", 0)
     # Clients may connect at once; uvicorn takes them as soon as it runs.
     listener.listen()
-    server = HttpServer(build_app(service, api_keys=read_api_keys(config)))
+    app = build_app(service, api_keys=read_api_keys(config))
+    server = HttpServer(app, connection_bounds)
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listener]),))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, timeout=30) as client:
-            yield ApiServer(url, core, executor, service, client)
+            yield ApiServer(url, core, executor, service, app, client)
     finally:
         core.stop()
         server.should_exit = True

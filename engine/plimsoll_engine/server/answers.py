@@ -1,4 +1,4 @@
-"""Deltas of a generation -> the JSON of an answer, streamed or whole.
+"""Deltas of a generation -> an answer (``answer_types``), streamed or whole.
 
 An answer cuts every delta into parts. A stream sends each part as a chunk; a whole answer joins
 the very same parts. So both modes say the same, by construction.
@@ -11,12 +11,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from plimsoll_engine.executor import TokenLogprob
 from plimsoll_engine.reports import FinishReason
+from plimsoll_engine.server.answer_types import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    Completion,
+    Delta,
+    Message,
+    PromptTokensDetails,
+    TextChoice,
+    Usage,
+)
 from plimsoll_engine.server.errors import SERVER_FAILED, ApiError
 from plimsoll_engine.server.generation import ChoiceDelta
 from plimsoll_engine.server.logprobs import (
@@ -29,6 +43,8 @@ from plimsoll_engine.server.protocol import ChatRequest, CompletionRequest, Gene
 from plimsoll_engine.server.text import Prompt
 
 log = logging.getLogger(__name__)
+
+Whole = TypeVar("Whole", Completion, Chat)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -58,11 +74,8 @@ class UsageShown:
 USAGE_AS_ASKED = UsageShown()
 
 
-class Answer(ABC):
+class Answer(ABC, Generic[Whole]):
     """Counts usage, and frames parts as chunks or as a whole."""
-
-    kind: str
-    chunk_kind: str
 
     def __init__(
         self,
@@ -74,15 +87,15 @@ class Answer(ABC):
         token_text: TokenText,
         usage: UsageShown = USAGE_AS_ASKED,
     ) -> None:
-        self._answer_id = answer_id
-        self._model = model
+        self.answer_id = answer_id
+        self.model = model
+        self.created = int(time.time())
         self._prompts = prompts
         self._token_text = token_text
         self._n = request.n or 1
         self._include_usage = request.include_usage or usage.always
         self._continuous_usage = self._include_usage and request.continuous_usage
         self._details = usage.details
-        self._created = int(time.time())
         self._num_tokens = [0] * (len(prompts) * self._n)
         self._cached_tokens = [0] * len(self._num_tokens)
         # Told of every generated token before its part is sent.
@@ -93,30 +106,33 @@ class Answer(ABC):
         """Pieces to show, in order; none when the delta shows nothing yet."""
 
     @abstractmethod
-    def chunk_choice(self, part: Part) -> dict[str, Any]: ...
+    def chunk(self, part: Part | None) -> Completion | ChatChunk:
+        """An event's document; None: the last one, of usage alone."""
 
     @abstractmethod
-    def whole_choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]: ...
+    def document(self, parts: Sequence[Sequence[Part]]) -> Whole:
+        """The whole answer from the parts of each choice."""
 
-    async def whole(self, generation: AsyncIterable[ChoiceDelta]) -> dict[str, Any]:
+    async def whole(self, generation: AsyncIterable[ChoiceDelta]) -> Whole:
         """Raises ApiError."""
         parts: list[list[Part]] = [[] for _ in self._num_tokens]
         async for delta in generation:
             parts[delta.index] += self._count(delta)
-        choices = [self.whole_choice(index, each) for index, each in enumerate(parts)]
-        return self._frame(self.kind, choices) | {"usage": self.usage()}
+        return self.document(parts)
 
     async def events(self, generation: AsyncIterable[ChoiceDelta]) -> AsyncIterator[bytes]:
         """Server-sent events. An error after the headers is an event of its own, then [DONE]."""
         try:
             async for delta in generation:
                 for part in self._count(delta):
-                    chunk = self._frame(self.chunk_kind, [self.chunk_choice(part)])
-                    yield _event(
-                        chunk | {"usage": self.usage()} if self._continuous_usage else chunk
-                    )
+                    chunk = self.chunk(part)
+                    if self._continuous_usage:
+                        chunk.usage = self.usage()
+                    yield _event(chunk)
             if self._include_usage:
-                yield _event(self._frame(self.chunk_kind, []) | {"usage": self.usage()})
+                chunk = self.chunk(None)
+                chunk.usage = self.usage()
+                yield _event(chunk)
         except ApiError as error:
             yield _event(error.document())
         except Exception:
@@ -125,19 +141,17 @@ class Answer(ABC):
             yield _event(ApiError(500, SERVER_FAILED).document())
         yield DONE
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Each prompt counts once, whatever n is: its cached tokens are those that the first of
         its choices found."""
         completion_tokens = sum(self._num_tokens)
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "total_tokens": self.prompt_tokens + completion_tokens,
-            "completion_tokens": completion_tokens,
-        }
-        if self._details:
-            cached_tokens = sum(self._cached_tokens[:: self._n])
-            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-        return usage
+        cached_tokens = sum(self._cached_tokens[:: self._n])
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            total_tokens=self.prompt_tokens + completion_tokens,
+            completion_tokens=completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens) if self._details else UNSET,
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -150,20 +164,8 @@ class Answer(ABC):
         self._cached_tokens[delta.index] = delta.num_cached_tokens
         return self.parts(delta)
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._answer_id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
 
-
-class ChatAnswer(Answer):
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
+class ChatAnswer(Answer[Chat]):
     def __init__(self, request: ChatRequest, **context: Any) -> None:
         super().__init__(request, **context)
         self._logprobs = bool(request.logprobs)
@@ -187,36 +189,50 @@ class ChatAnswer(Answer):
             parts.insert(0, Part(delta.index, opening=True))
         return parts
 
-    def chunk_choice(self, part: Part) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": part.text}
+    def chunk(self, part: Part | None) -> ChatChunk:
+        return ChatChunk(
+            id=self.answer_id,
+            created=self.created,
+            model=self.model,
+            choices=[] if part is None else [self._chunk_choice(part)],
+        )
+
+    def _chunk_choice(self, part: Part) -> ChatChunkChoice:
+        delta = Delta(content=part.text)
         if part.finish_reason is not None:
-            message = {}
+            delta = Delta()
         elif part.opening:
-            message = {"role": "assistant", "content": ""}
-        return {
-            "index": part.index,
-            "delta": message,
-            "logprobs": None if part.logprobs is None else {"content": part.logprobs},
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
+            delta = Delta(role="assistant", content="")
+        return ChatChunkChoice(
+            index=part.index,
+            delta=delta,
+            logprobs=None if part.logprobs is None else ChatLogprobs(part.logprobs),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+        )
 
-    def whole_choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+    def document(self, parts: Sequence[Sequence[Part]]) -> Chat:
+        return Chat(
+            id=self.answer_id,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(index, each) for index, each in enumerate(parts)],
+            usage=self.usage(),
+        )
+
+    def _choice(self, index: int, parts: Sequence[Part]) -> ChatChoice:
         content = [token for part in parts for token in part.logprobs or ()]
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(part.text for part in parts)},
-            "logprobs": {"content": content} if self._logprobs else None,
-            "finish_reason": parts[-1].finish_reason,
-            "stop_reason": parts[-1].stop_reason,
-        }
+        return ChatChoice(
+            index=index,
+            message=Message("".join(part.text for part in parts)),
+            logprobs=ChatLogprobs(content) if self._logprobs else None,
+            finish_reason=parts[-1].finish_reason,
+            stop_reason=parts[-1].stop_reason,
+        )
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Answer[Completion]):
     """With ``echo`` a choice begins with its prompt, once its log-probabilities are known."""
-
-    kind = "text_completion"
-    chunk_kind = "text_completion"
 
     def __init__(self, request: CompletionRequest, **context: Any) -> None:
         super().__init__(request, **context)
@@ -242,27 +258,42 @@ class CompletionAnswer(Answer):
             )
         return parts
 
-    def chunk_choice(self, part: Part) -> dict[str, Any]:
-        return {
-            "index": part.index,
-            "text": part.text,
-            "logprobs": part.logprobs,
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
+    def chunk(self, part: Part | None) -> Completion:
+        choices = []
+        if part is not None:
+            choices = [
+                TextChoice(
+                    index=part.index,
+                    text=part.text,
+                    logprobs=part.logprobs,
+                    finish_reason=part.finish_reason,
+                    stop_reason=part.stop_reason,
+                )
+            ]
+        return self._frame(choices)
 
-    def whole_choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+    def document(self, parts: Sequence[Sequence[Part]]) -> Completion:
+        answer = self._frame([self._choice(index, each) for index, each in enumerate(parts)])
+        answer.usage = self.usage()
+        return answer
+
+    def _frame(self, choices: list[TextChoice]) -> Completion:
+        return Completion(
+            id=self.answer_id, created=self.created, model=self.model, choices=choices
+        )
+
+    def _choice(self, index: int, parts: Sequence[Part]) -> TextChoice:
         logprobs = self._logprobs[index].output(()) if self._wants_logprobs else None
         for part in parts:
             if logprobs is not None and part.logprobs is not None:
                 extend_logprobs(logprobs, part.logprobs)
-        return {
-            "index": index,
-            "text": "".join(part.text for part in parts),
-            "logprobs": logprobs,
-            "finish_reason": parts[-1].finish_reason,
-            "stop_reason": parts[-1].stop_reason,
-        }
+        return TextChoice(
+            index=index,
+            text="".join(part.text for part in parts),
+            logprobs=logprobs,
+            finish_reason=parts[-1].finish_reason,
+            stop_reason=parts[-1].stop_reason,
+        )
 
     def _echo(self, index: int) -> Part:
         prompt = self._prompts[index // self._n]
@@ -272,5 +303,5 @@ class CompletionAnswer(Answer):
         return Part(index, prompt.text, self._logprobs[index].prompt(prompt.token_ids, entries))
 
 
-def _event(document: dict[str, Any]) -> bytes:
+def _event(document: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(document) + b"\n\n"

@@ -6,7 +6,8 @@ the core, so ``/health`` and ``/metrics`` are quick however busy the engine is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from http import HTTPStatus
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -21,32 +22,48 @@ from starlette.routing import Route
 
 from plimsoll_engine import __version__
 from plimsoll_engine.reports import EngineSnapshot
+from plimsoll_engine.server.answer_types import (
+    Chat,
+    ChatChunk,
+    Completion,
+    ModelCard,
+    ModelList,
+    ServerLoad,
+    Text,
+    Tokens,
+    Version,
+)
 from plimsoll_engine.server.api_keys import ApiKeys, KeyAuth, KeyMetrics
 from plimsoll_engine.server.errors import SERVER_FAILED, ApiError, error_response, invalid_value
 from plimsoll_engine.server.middleware import HttpMetrics, RequestIds
-from plimsoll_engine.server.protocol import DetokenizeRequest, TokenizeRequest
+from plimsoll_engine.server.openapi import build_document
+from plimsoll_engine.server.operations import BODY_ERRORS, BUSY_ERRORS, Operation, build_route
+from plimsoll_engine.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from plimsoll_engine.server.service import Service
 from plimsoll_engine.server.validation import check_token_ids
 
+DOCUMENT_PATH = "/openapi.json"
 # A step of the largest batch may take this long on a slow CPU; a core that has not gone round for
 # longer, with work pending, hangs.
 STALE_HEARTBEAT_SECONDS = 60.0
 
 
 def build_app(service: Service, *, api_keys: ApiKeys | None = None) -> Starlette:
-    endpoints = Endpoints(service)
-    routes = [
-        Route("/v1/chat/completions", service.chat, methods=["POST"]),
-        Route("/v1/completions", service.complete, methods=["POST"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/health", endpoints.health, methods=["GET"]),
-        Route("/ping", endpoints.health, methods=["GET", "POST"]),
-        Route("/load", endpoints.load, methods=["GET"]),
-        Route("/version", endpoints.version, methods=["GET"]),
-        Route("/metrics", endpoints.metrics, methods=["GET"]),
-    ]
+    operations = build_operations(service)
+    document = msgspec.json.encode(
+        build_document(operations, model_names=service.model.names, has_keys=api_keys is not None)
+    )
+
+    async def openapi(http: HttpRequest) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes = [build_route(operation, service) for operation in operations]
+    routes.append(Route(DOCUMENT_PATH, openapi, methods=["GET"]))
     metrics = service.metrics
     paths = [route.path for route in routes]
     middleware = [
@@ -69,36 +86,119 @@ def build_app(service: Service, *, api_keys: ApiKeys | None = None) -> Starlette
     )
 
 
+def build_operations(service: Service) -> list[Operation[Any, Any]]:
+    """Everything that is served, but for the document that says so."""
+    rest = Endpoints(service)
+    probe_failures = (HTTPStatus.SERVICE_UNAVAILABLE,)
+    return [
+        Operation(
+            "/v1/chat/completions",
+            "Continue a chat, whole or as a stream.",
+            service.chat,
+            body=ChatRequest,
+            answer=Chat,
+            events=ChatChunk,
+            errors=(*BODY_ERRORS, *BUSY_ERRORS),
+        ),
+        Operation(
+            "/v1/completions",
+            "Continue a text, whole or as a stream.",
+            service.complete,
+            body=CompletionRequest,
+            answer=Completion,
+            events=Completion,
+            errors=(*BODY_ERRORS, *BUSY_ERRORS),
+        ),
+        Operation(
+            "/v1/models",
+            "The names that requests may use.",
+            rest.models,
+            body=NoneType,
+            answer=ModelList,
+            methods=("GET",),
+            errors=(HTTPStatus.UNAUTHORIZED,),
+        ),
+        Operation(
+            "/tokenize",
+            "The token ids of a prompt or of messages.",
+            rest.tokenize,
+            body=TokenizeRequest,
+            answer=Tokens,
+            errors=BODY_ERRORS,
+        ),
+        Operation(
+            "/detokenize",
+            "The text of token ids.",
+            rest.detokenize,
+            body=DetokenizeRequest,
+            answer=Text,
+            errors=BODY_ERRORS,
+        ),
+        Operation(
+            "/health",
+            "Whether requests can be served.",
+            rest.health,
+            body=NoneType,
+            answer=None,
+            methods=("GET",),
+            empty=probe_failures,
+        ),
+        Operation(
+            "/ping",
+            "The same as /health.",
+            rest.health,
+            body=NoneType,
+            answer=None,
+            methods=("GET", "POST"),
+            empty=probe_failures,
+        ),
+        Operation(
+            "/load",
+            "Requests between their first and last byte.",
+            rest.load,
+            body=NoneType,
+            answer=ServerLoad,
+            methods=("GET",),
+        ),
+        Operation(
+            "/version",
+            "The engine's version.",
+            rest.version,
+            body=NoneType,
+            answer=Version,
+            methods=("GET",),
+        ),
+        Operation(
+            "/metrics",
+            "Prometheus metrics.",
+            rest.metrics,
+            body=NoneType,
+            answer=None,
+            methods=("GET",),
+            media_type="text/plain",
+        ),
+    ]
+
+
 class Endpoints:
     """Everything but the completions."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def models(self, http: HttpRequest) -> Response:
+    async def models(self, http: HttpRequest, body: None) -> ModelList:
         model = self._service.model
-        return _json(
-            {
-                "object": "list",
-                "data": [
-                    {
-                        "id": name,
-                        "object": "model",
-                        "created": model.created,
-                        "owned_by": "plimsoll",
-                        "root": model.root,
-                        "parent": None,
-                        "max_model_len": model.ceiling,
-                        "permission": [],
-                    }
-                    for name in model.names
-                ],
-            }
+        return ModelList(
+            [
+                ModelCard(
+                    id=name, created=model.created, root=model.root, max_model_len=model.ceiling
+                )
+                for name in model.names
+            ]
         )
 
-    async def tokenize(self, http: HttpRequest) -> Response:
+    async def tokenize(self, http: HttpRequest, request: TokenizeRequest) -> Tokens:
         service = self._service
-        request = await service.read(http, TokenizeRequest)
         if (request.prompt is None) == (request.messages is None):
             raise invalid_value("prompt", request.prompt, "either prompt or messages")
         if request.prompt is not None:
@@ -111,23 +211,20 @@ class Endpoints:
             )
         tokens = prompt.token_ids
         strings = [service.codec.token_text(token_id) for token_id in tokens]
-        return _json(
-            {
-                "count": len(tokens),
-                "max_model_len": service.model.ceiling,
-                "tokens": tokens,
-                "token_strs": strings if request.return_token_strs else None,
-            }
+        return Tokens(
+            count=len(tokens),
+            max_model_len=service.model.ceiling,
+            tokens=tokens,
+            token_strs=strings if request.return_token_strs else None,
         )
 
-    async def detokenize(self, http: HttpRequest) -> Response:
+    async def detokenize(self, http: HttpRequest, request: DetokenizeRequest) -> Text:
         service = self._service
-        request = await service.read(http, DetokenizeRequest)
         check_token_ids("tokens", request.tokens, service.model.vocab_size)
         prompt = await service.codec.off_loop(service.codec.show, request.tokens)
-        return _json({"prompt": prompt.text})
+        return Text(prompt.text)
 
-    async def health(self, http: HttpRequest) -> Response:
+    async def health(self, http: HttpRequest, body: None) -> Response:
         """200 while requests can be served; the body is empty, as vLLM's is."""
         service = self._service
         healthy = (
@@ -137,13 +234,13 @@ class Endpoints:
         )
         return Response(status_code=200 if healthy else 503)
 
-    async def load(self, http: HttpRequest) -> Response:
-        return _json({"server_load": self._service.load})
+    async def load(self, http: HttpRequest, body: None) -> ServerLoad:
+        return ServerLoad(self._service.load)
 
-    async def version(self, http: HttpRequest) -> Response:
-        return _json({"version": __version__})
+    async def version(self, http: HttpRequest, body: None) -> Version:
+        return Version(__version__)
 
-    async def metrics(self, http: HttpRequest) -> Response:
+    async def metrics(self, http: HttpRequest, body: None) -> Response:
         return Response(self._service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -161,7 +258,8 @@ async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code in (404, 405):
-        message = f"{http.method} {http.url.path}: {message}"
+        # Not http.url: the client's Host header, which is in it, may be none.
+        message = f"{http.method} {http.scope['path']}: {message}"
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
@@ -178,7 +276,3 @@ async def _answer_nested(http: HttpRequest, error: Exception) -> Response:
 async def _answer_unexpected(http: HttpRequest, error: Exception) -> Response:
     # Starlette logs the traceback when this handler has answered.
     return error_response(ApiError(500, SERVER_FAILED))
-
-
-def _json(document: Mapping[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")

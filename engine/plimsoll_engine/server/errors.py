@@ -13,6 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from plimsoll_engine.admission import Refused
+from plimsoll_engine.server.answer_types import Error, ErrorDetail
 
 # Clients switch on these names; where vLLM has one it is vLLM's.
 ERROR_TYPES = {
@@ -20,7 +21,9 @@ ERROR_TYPES = {
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_TIMEOUT: "BadRequestError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "BadRequestError",
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
@@ -47,16 +50,11 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> Error:
         kind = ERROR_TYPES.get(HTTPStatus(self.status), "InternalServerError")
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.status,
-            }
-        }
+        return Error(
+            ErrorDetail(message=self.message, type=kind, param=self.param, code=self.status)
+        )
 
 
 def invalid_value(param: str, value: object, allowed: str) -> ApiError:
@@ -70,7 +68,10 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
 
 def quote(value: object) -> str:
     """The value as JSON, cut to a readable length."""
-    text = msgspec.json.encode(value).decode()
+    return shorten(msgspec.json.encode(value).decode())
+
+
+def shorten(text: str) -> str:
     return text if len(text) <= QUOTE_LENGTH else text[: QUOTE_LENGTH - 3] + "..."
 
 

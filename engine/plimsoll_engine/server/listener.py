@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from plimsoll_engine.config import ConfigError
+from plimsoll_engine.server.connections import BoundedConnection, ConnectionBounds
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +85,19 @@ def _not_free(flag: str, host: str, port: int, error: OSError) -> ConfigError:
 
 
 class HttpServer(uvicorn.Server):
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, bounds: ConnectionBounds | None = None) -> None:
+        bounds = bounds or ConnectionBounds()
+        protocol = type("Connection", (BoundedConnection,), {"bounds": bounds})
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                timeout_keep_alive=bounds.idle_seconds,
                 timeout_graceful_shutdown=LAST_BYTES_SECONDS,
             )
         )

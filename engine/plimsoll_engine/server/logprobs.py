@@ -1,15 +1,21 @@
-"""Log-probabilities as the two OpenAI endpoints show them.
+"""Log-probabilities as the OpenAI endpoints, and vLLM for prompts, show them.
 
-In: the executor's entries (the token itself first, then the alternatives). Out: JSON-ready
-dictionaries. Nothing here knows requests or streams, except for the running text offset.
+In: the executor's entries (the token itself first, then the alternatives). Out: the answer's types.
+Nothing here knows requests or streams, except for the running text offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from plimsoll_engine.executor import TokenLogprob
+from plimsoll_engine.server.answer_types import (
+    ChatToken,
+    PromptLogprob,
+    PromptLogprobs,
+    TextLogprobs,
+    TokenCandidate,
+)
 
 # JSON has no minus infinity; this is what vLLM writes.
 LOWEST_LOGPROB = -9999.0
@@ -19,14 +25,31 @@ TokenText = Callable[[int], str]
 
 def chat_logprobs(
     entries: Sequence[tuple[TokenLogprob, ...]], token_text: TokenText
-) -> list[dict[str, Any]]:
+) -> list[ChatToken]:
     """One item of ``logprobs.content`` per token."""
+    tokens = []
+    for own, *alternatives in entries:
+        text = token_text(own.token_id)
+        top = [_candidate(entry, token_text) for entry in alternatives]
+        tokens.append(ChatToken(text, _finite(own.logprob), list(text.encode()), top))
+    return tokens
+
+
+def prompt_logprobs(
+    entries: Sequence[tuple[TokenLogprob, ...]], token_text: TokenText
+) -> PromptLogprobs:
+    """``entries`` start with the prompt's second token: nothing precedes the first."""
     return [
-        {
-            **_chat_token(own, token_text),
-            "top_logprobs": [_chat_token(entry, token_text) for entry in alternatives],
-        }
-        for own, *alternatives in entries
+        None,
+        *(
+            {
+                str(each.token_id): PromptLogprob(
+                    _finite(each.logprob), each.rank, token_text(each.token_id)
+                )
+                for each in entry
+            }
+            for entry in entries
+        ),
     ]
 
 
@@ -39,13 +62,13 @@ class CompletionLogprobs:
 
     def prompt(
         self, token_ids: Sequence[int], entries: Sequence[tuple[TokenLogprob, ...]]
-    ) -> dict[str, list[Any]]:
+    ) -> TextLogprobs:
         """``entries`` start with the second token: nothing precedes the first, which has null."""
         first = self._lists([(self._token_text(token_ids[0]), None, None)])
         extend_logprobs(first, self.output(entries))
         return first
 
-    def output(self, entries: Sequence[tuple[TokenLogprob, ...]]) -> dict[str, list[Any]]:
+    def output(self, entries: Sequence[tuple[TokenLogprob, ...]]) -> TextLogprobs:
         rows = []
         for entry in entries:
             # The sampled token is always among its alternatives, as in vLLM.
@@ -55,30 +78,27 @@ class CompletionLogprobs:
 
     def _lists(
         self, rows: Sequence[tuple[str, float | None, dict[str, float] | None]]
-    ) -> dict[str, list[Any]]:
-        lists: dict[str, list[Any]] = {
-            "text_offset": [],
-            "token_logprobs": [],
-            "tokens": [],
-            "top_logprobs": [],
-        }
+    ) -> TextLogprobs:
+        lists = TextLogprobs([], [], [], [])
         for text, logprob, top in rows:
-            lists["text_offset"].append(self._offset)
-            lists["token_logprobs"].append(logprob)
-            lists["tokens"].append(text)
-            lists["top_logprobs"].append(top)
+            lists.text_offset.append(self._offset)
+            lists.token_logprobs.append(logprob)
+            lists.tokens.append(text)
+            lists.top_logprobs.append(top)
             self._offset += len(text)
         return lists
 
 
-def extend_logprobs(lists: dict[str, list[Any]], more: dict[str, list[Any]]) -> None:
-    for key, values in more.items():
-        lists[key] += values
+def extend_logprobs(lists: TextLogprobs, more: TextLogprobs) -> None:
+    lists.text_offset += more.text_offset
+    lists.token_logprobs += more.token_logprobs
+    lists.tokens += more.tokens
+    lists.top_logprobs += more.top_logprobs
 
 
-def _chat_token(entry: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
+def _candidate(entry: TokenLogprob, token_text: TokenText) -> TokenCandidate:
     text = token_text(entry.token_id)
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
+    return TokenCandidate(text, _finite(entry.logprob), list(text.encode()))
 
 
 def _finite(logprob: float) -> float:

@@ -39,6 +39,13 @@ MAX_STOP_LENGTH = 1024
 MAX_MESSAGES = 8192
 MAX_NAME_LENGTH = 256
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
+# Commas and opening brackets of a body, wherever they stand: a million token ids, or their like.
+MAX_BODY_PARTS = 1 << 20
+
+
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+# One text, one list of token ids, or a list of either.
+PromptGiven = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -64,7 +71,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
     ) = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Any = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_TOKEN_ENTRIES)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -83,6 +90,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Refused, but for the values in REFUSED_FIELDS.
+    tools: Any = None
+    functions: Any = None
+    suffix: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    prompt_embeds: Any = None
+    chat_template: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -96,24 +113,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Raises ApiError."""
-        given = [] if self.stop is None else self.stop
-        stops = [given] if isinstance(given, str) else given
-        allowed = (
-            f"a string or a list of at most {MAX_STOP_STRINGS} strings, each of 1 to "
-            f"{MAX_STOP_LENGTH} characters"
-        )
-        if not isinstance(stops, list) or len(stops) > MAX_STOP_STRINGS:
-            raise invalid_value("stop", self.stop, allowed)
-        for stop in stops:
-            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
-                raise invalid_value("stop", stop, allowed)
-        return tuple(stops)
+        given = self.stop or ()
+        return (given,) if isinstance(given, str) else tuple(given)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    # str, list of str, list of int or list of lists of int: read by ``validation``.
-    prompt: Any = None
+    # Lists are looked at by ``validation``: no type says that a list is of one kind.
+    prompt: PromptGiven | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -172,40 +178,64 @@ REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
 
 
 def parse_request(body: bytes, kind: type[Body]) -> Body:
-    """Raises ApiError(400), which names the field, its value and what is allowed."""
+    """Takes up to a quarter of a second for a body at its bounds: not for the event loop.
+
+    Raises ApiError(400), which names the field, its value and what is allowed, or 413.
+    """
+    _check_parts(body)
     try:
-        document = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ApiError(400, "The body must be a JSON object")
-    if issubclass(kind, GenerationRequest):
-        _refuse_unsupported(document)
-    try:
-        request = msgspec.convert(document, kind)
+        # Strictly: msgspec does not look into the fields that it skips.
+        body.decode()
+        request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explain(error, document) from None
-    # Empty options ask for nothing, and pass as they do in vLLM.
-    if (
-        isinstance(request, GenerationRequest)
-        and document.get("stream_options")
-        and not request.stream
-    ):
-        raise invalid_value(
-            "stream_options", document["stream_options"], "it only together with stream: true"
-        )
+        raise _explain(error, body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _invalid_json(error) from None
+    if isinstance(request, GenerationRequest):
+        _refuse_unsupported(request)
+        _check_stream_options(request)
     return request
 
 
-def _refuse_unsupported(document: dict[str, Any]) -> None:
+def _check_parts(body: bytes) -> None:
+    """Each list, object and value costs memory and holds up all other threads while it is read,
+    many times more than the bytes of a text do. So they are bounded before anything is made of
+    them; to tell them from commas in texts would take longer than it is worth."""
+    parts = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if parts > MAX_BODY_PARTS:
+        raise ApiError(
+            413,
+            f"The body has {parts} commas and opening brackets; expected at most {MAX_BODY_PARTS}",
+        )
+
+
+def _invalid_json(error: Exception) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {error}")
+
+
+def _refuse_unsupported(request: GenerationRequest) -> None:
     for name, harmless in REFUSED_FIELDS.items():
-        value = document.get(name)
+        value = getattr(request, name)
         if value is not None and value not in harmless:
             raise invalid_value(name, value, "it to be absent: this engine does not support it")
 
 
-def _explain(error: msgspec.ValidationError, document: dict[str, Any]) -> ApiError:
+def _check_stream_options(request: GenerationRequest) -> None:
+    """Empty options ask for nothing, and pass as they do in vLLM."""
+    options = request.stream_options
+    if options not in (None, StreamOptions()) and not request.stream:
+        raise invalid_value("stream_options", options, "it only together with stream: true")
+
+
+def _explain(error: msgspec.ValidationError, body: bytes) -> ApiError:
     """msgspec says what was expected and where (``... - at `$.n` ``); add the value found."""
+    try:
+        document = msgspec.json.decode(body)
+    # Malformed behind the place of the first error.
+    except msgspec.DecodeError as malformed:
+        return _invalid_json(malformed)
+    if not isinstance(document, dict):
+        return ApiError(400, "The body must be a JSON object")
     text, _, place = str(error).partition(" - at ")
     path = place.strip("`").removeprefix("$").removeprefix(".")
     missing = re.fullmatch(r"Object missing required field `(.+)`", text)

@@ -13,22 +13,23 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.metrics import EngineMetrics
 from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.server.answer_types import Chat, Completion
 from plimsoll_engine.server.answers import (
     USAGE_AS_ASKED,
     Answer,
     ChatAnswer,
     CompletionAnswer,
     UsageShown,
+    Whole,
 )
 from plimsoll_engine.server.api_keys import KeyUse
-from plimsoll_engine.server.errors import ApiError, invalid_value
+from plimsoll_engine.server.body import BodyBounds, receive_body
+from plimsoll_engine.server.errors import ApiError, invalid_value, shorten
 from plimsoll_engine.server.generation import Generation
 from plimsoll_engine.server.protocol import (
     Body,
@@ -55,7 +56,9 @@ from plimsoll_engine.server.validation import (
 
 # The OpenAI API's default for text completions.
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_BODY_BYTES = 32 << 20
+BODY_BOUNDS = BodyBounds()
+# A body of up to so many bytes is read in the time that handing it to a thread takes.
+SMALL_BODY_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class Service:
         *,
         max_sequences: int,
         usage: UsageShown = USAGE_AS_ASKED,
+        body_bounds: BodyBounds = BODY_BOUNDS,
     ) -> None:
+        self._body_bounds = body_bounds
         self.core = core
         self.codec = codec
         self.metrics = metrics
@@ -96,9 +101,10 @@ class Service:
         # Set at SIGTERM: probes fail, so that nobody sends more.
         self.terminating = False
 
-    async def complete(self, http: HttpRequest) -> Response:
-        arrival_time = time.time()
-        request = await self.read(http, CompletionRequest)
+    async def complete(
+        self, http: HttpRequest, request: CompletionRequest
+    ) -> Completion | EventStream:
+        arrival_time = http.scope["arrival_time"]
         prompts = await self._read_prompts(request)
         if request.max_tokens == 0 and not request.echo:
             raise invalid_value("max_tokens", 0, "at least 1, or 0 together with echo: true")
@@ -126,9 +132,8 @@ class Service:
         )
         return await self._answer(http, request, answer, sequences, arrival_time)
 
-    async def chat(self, http: HttpRequest) -> Response:
-        arrival_time = time.time()
-        request = await self.read(http, ChatRequest)
+    async def chat(self, http: HttpRequest, request: ChatRequest) -> Chat | EventStream:
+        arrival_time = http.scope["arrival_time"]
         max_tokens = request.max_completion_tokens
         field_name = "max_completion_tokens"
         if max_tokens is None:
@@ -157,16 +162,15 @@ class Service:
         return await self._answer(http, request, answer, sequences, arrival_time)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
-        """The body as a request for this model. Raises ApiError: 400, 404 or 413."""
-        body = bytearray()
-        async for piece in http.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"The body is longer than {MAX_BODY_BYTES} bytes")
-        request = parse_request(bytes(body), kind)
+        """The body as a request for this model. Raises ApiError: 400, 404, 408, 413 or 415."""
+        body = await receive_body(http, self._body_bounds)
+        if len(body) <= SMALL_BODY_BYTES:
+            request = parse_request(body, kind)
+        else:
+            request = await self.codec.off_loop(parse_request, body, kind)
         name = getattr(request, "model", None)
         if name is not None and name not in self.model.names:
-            raise ApiError(404, f"The model `{name}` does not exist.", param="model")
+            raise ApiError(404, f"The model `{shorten(name)}` does not exist.", param="model")
         return request
 
     async def encode_text(
@@ -209,8 +213,12 @@ class Service:
         return self.codec.encode(text, add_special_tokens=special)
 
     async def _read_prompts(self, request: CompletionRequest) -> list[Prompt]:
-        given = read_prompts(
-            request.prompt, vocab_size=self.model.vocab_size, ceiling=self.model.ceiling
+        # Up to a million token ids are looked at.
+        given = await self.codec.off_loop(
+            read_prompts,
+            request.prompt,
+            vocab_size=self.model.vocab_size,
+            ceiling=self.model.ceiling,
         )
         n = request.n or 1
         if len(given) * n > self._max_sequences:
@@ -281,10 +289,10 @@ class Service:
         self,
         http: HttpRequest,
         request: GenerationRequest,
-        answer: Answer,
+        answer: Answer[Whole],
         sequences: list[tuple[tuple[int, ...], SamplingParams]],
         arrival_time: float,
-    ) -> Response:
+    ) -> Whole | EventStream:
         generation = Generation(
             self.core,
             self.codec,
@@ -303,8 +311,7 @@ class Service:
                 answer.on_tokens = use.generation_tokens.inc
             if request.stream:
                 return EventStream(answer.events(generation), stack.pop_all())
-            document = await until_disconnect(http.receive, answer.whole(generation))
-            return Response(msgspec.json.encode(document), media_type="application/json")
+            return await until_disconnect(http.receive, answer.whole(generation))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
