@@ -2,8 +2,8 @@
 chart rendered, the API reference, and the Python of the .proto files.
 
 In: crds/*.yaml, wire/**/*.proto and charts/plimsoll. Out: charts/plimsoll/files/crds/ and README.md,
-manifests/install.yaml, the operator package's copy of the definitions, docs/api.md and the modules
-beside each .proto. ``python tools/generate.py`` writes
+manifests/install.yaml, the operator package's copy of the definitions, docs/{api,metrics,dependencies}.md
+and the modules beside each .proto. ``python tools/generate.py`` writes
 them; ``--check`` writes nothing, names what differs and exits 1.
 """
 
@@ -25,6 +25,8 @@ from plimsoll_local.binaries import find_binaries
 # PYTHONSAFEPATH keeps a script's own folder off the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from chart_reference import CHART, chart_readme, install_manifest
+from dependencies import dependencies_page
+from metrics_reference import metrics_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")
@@ -33,6 +35,8 @@ CHART_CRDS = Path("charts/plimsoll/files/crds")
 PACKAGE_CRDS = Path("operator/plimsoll_operator/crds")
 WIRE = Path("wire")
 REFERENCE = Path("docs/api.md")
+METRICS = Path("docs/metrics.md")
+DEPENDENCIES = Path("docs/dependencies.md")
 CHART_README = CHART / "README.md"
 INSTALL = Path("manifests/install.yaml")
 
@@ -182,6 +186,11 @@ def wanted_files(root: Path) -> dict[Path, str]:
     return crds | packaged | reference | wire_modules(root)
 
 
+def reference_files(root: Path) -> dict[Path, str]:
+    """What is read from the packages themselves and from their metadata."""
+    return {METRICS: metrics_reference(root), DEPENDENCIES: dependencies_page(root)}
+
+
 def chart_files(root: Path) -> dict[Path, str]:
     """From the chart as it is, whose definitions must be fresh. Raises ValueError: a value that is
     not described, or no helm."""
@@ -230,12 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     options = parser.parse_args(arguments)
     if options.check:
-        stale = differences(ROOT, wanted_files(ROOT) | chart_files(ROOT))
+        stale = differences(ROOT, wanted_files(ROOT) | reference_files(ROOT) | chart_files(ROOT))
         for path in stale:
             print(f"{path} is stale: run make generate", file=sys.stderr)
         return 1 if stale else 0
-    # The chart holds what the first of the two makes.
-    for make in (wanted_files, chart_files):
+    # The chart holds what the first of them makes.
+    for make in (wanted_files, reference_files, chart_files):
         for path in refresh(ROOT, make(ROOT)):
             print(path)
     return 0
