@@ -2,8 +2,8 @@
 chart rendered, the API reference, and the Python of the .proto files.
 
 In: crds/*.yaml, wire/**/*.proto and charts/plimsoll. Out: charts/plimsoll/files/crds/ and README.md,
-manifests/install.yaml, the operator package's copy of the definitions, docs/{api,metrics,dependencies}.md
-and the modules beside each .proto. ``python tools/generate.py`` writes
+manifests/install.yaml, the operator package's copy of the definitions, docs/{api,metrics,dependencies}.md,
+manifests/argocd/configmap-patch.yaml and the modules beside each .proto. ``python tools/generate.py`` writes
 them; ``--check`` writes nothing, names what differs and exits 1.
 """
 
@@ -37,6 +37,8 @@ WIRE = Path("wire")
 REFERENCE = Path("docs/api.md")
 METRICS = Path("docs/metrics.md")
 DEPENDENCIES = Path("docs/dependencies.md")
+ARGO_SCRIPT = Path("manifests/argocd/llmdeployment-health.lua")
+ARGO_PATCH = Path("manifests/argocd/configmap-patch.yaml")
 CHART_README = CHART / "README.md"
 INSTALL = Path("manifests/install.yaml")
 
@@ -157,6 +159,16 @@ def flow(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def argo_patch(script: str) -> str:
+    """For the ConfigMap argocd-cm: the script under the key where Argo CD looks for it."""
+    lines = "".join(f"    {line}".rstrip() + "\n" for line in script.splitlines())
+    return (
+        HEADER.format(source=ARGO_SCRIPT)
+        + "data:\n  resource.customizations.health.plimsoll.dev_LLMDeployment: |\n"
+        + lines
+    )
+
+
 def wire_modules(root: Path) -> dict[Path, str]:
     """Path from the root -> text of every module made from a .proto."""
     wire = root / WIRE
@@ -187,8 +199,12 @@ def wanted_files(root: Path) -> dict[Path, str]:
 
 
 def reference_files(root: Path) -> dict[Path, str]:
-    """What is read from the packages themselves and from their metadata."""
-    return {METRICS: metrics_reference(root), DEPENDENCIES: dependencies_page(root)}
+    """What is read from the packages themselves, their metadata, and a script."""
+    return {
+        METRICS: metrics_reference(root),
+        DEPENDENCIES: dependencies_page(root),
+        ARGO_PATCH: argo_patch((root / ARGO_SCRIPT).read_text()),
+    }
 
 
 def chart_files(root: Path) -> dict[Path, str]:
