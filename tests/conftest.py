@@ -38,7 +38,13 @@ CLUSTERS = {
         "test_advisor",
         "test_prefetch",
     ),
-    "local cluster": ("test_serving", "test_example", "test_agent_pods", "test_vllm_runtime"),
+    "local cluster": (
+        "test_serving",
+        "test_example",
+        "test_agent_pods",
+        "test_vllm_runtime",
+        "test_groups_served",
+    ),
 }
 GROUPS = {stem: group for group, stems in CLUSTERS.items() for stem in stems}
 

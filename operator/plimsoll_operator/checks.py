@@ -12,10 +12,11 @@ failure) before its symptom (a pod that is not ready).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll_operator import names
 from plimsoll_operator.observed import Observed, Pod
+from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.values import Failure, FailureClass, Status, Verdict
 
 # Root causes first: when several pods are in trouble, the earliest class here is shown.
@@ -38,6 +39,15 @@ _PRECEDENCE = (
 # A controller makes a missing pod within a second or two.
 MISSING_SECONDS = 30.0
 NOT_CREATED = "PodsNotCreated"
+
+_LWS_MANIFEST = "https://github.com/kubernetes-sigs/lws/releases/download/v0.8.0/manifests.yaml"
+# By kind: what needs it, and how it comes into the cluster.
+_INSTALLED_BY = {
+    "LeaderWorkerSet": (
+        "spec.parallelism.nodes is more than 1",
+        f"install it: kubectl apply --server-side -f {_LWS_MANIFEST}",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,31 @@ def judge(view: View) -> tuple[Verdict, ...]:
     )
 
 
+def find_failure(pod: Pod) -> Failure | None:
+    """Of a group the cause, not what it did to the others: ranks that have lost one say so, and only that
+    one's pod says why. Told of the pod that stands for the group."""
+    found = [failure for each in (pod, *pod.members) if (failure := classify(each)) is not None]
+    if not found:
+        return None
+    cause = min(found, key=_from_cause_to_symptom)
+    if cause.pod == pod.name:
+        return cause
+    return replace(cause, pod=pod.name, message=f"pod {cause.pod} of its group: {cause.message}")
+
+
+def _from_cause_to_symptom(failure: Failure) -> tuple[bool, int, float]:
+    lost_another = failure.failure_class is FailureClass.COLLECTIVE_FAILURE
+    return lost_another, _PRECEDENCE.index(failure.failure_class), failure.at or 0.0
+
+
+def unserved_kinds(observed: Observed) -> Violation | None:
+    """What the spec asks for and the cluster does not have."""
+    for kind in observed.unserved:
+        what, command = _INSTALLED_BY[kind]
+        return Violation(f"{kind}NotInstalled", f"{what}: this cluster has no {kind}; {command}")
+    return None
+
+
 def current_failures(pods: Iterable[Pod], failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Failures of pods that have not recovered, root causes first."""
     troubled = {pod.name for pod in pods if not pod.ready and not pod.deleting}
@@ -138,12 +173,16 @@ def _not_created(view: View) -> Violation | None:
     statefulset, since = view.observed.statefulset, view.missing_since
     if statefulset is None or since is None or view.now - since < MISSING_SECONDS:
         return None
-    made, name = len(view.observed.pods), view.observed.deployment.name
+    made, deployment = len(view.observed.pods), view.observed.deployment
+    who, what, look = "StatefulSet", "pods", f"sts {deployment.name}"
+    if deployment.in_groups:
+        who, what = "LeaderWorkerSet", "groups"
+        look = f"lws,sts {names.group(deployment.name)}"
     return Violation(
         NOT_CREATED,
-        f"the StatefulSet controller makes no more than {made} of {statefulset.replicas} pods; its "
+        f"the {who} controller makes no more than {made} of {statefulset.replicas} {what}; its "
         f"Events say why (quota, service account, priority class, a webhook): "
-        f"kubectl describe sts {name} -n {view.observed.deployment.namespace}",
+        f"kubectl describe {look} -n {deployment.namespace}",
     )
 
 

@@ -74,6 +74,7 @@ _BY_KIND = {
         SECRET,
         CONFIG_MAP,
         STATEFUL_SET,
+        LEADER_WORKER_SET,
         JOB,
         DISRUPTION_BUDGET,
         NETWORK_POLICY,
@@ -132,6 +133,16 @@ class Cluster:
             if error.status == 404:
                 return None
             raise
+
+    async def serves(self, resource: Resource) -> bool:
+        """Whether there is such a kind; everybody may ask."""
+        try:
+            listed = await self._request("GET", f"/apis/{resource.api_version}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(each["name"] == resource.plural for each in listed["resources"])
 
     async def find(self, resource: Resource, namespace: str, label_selector: str) -> list[Json]:
         items: list[Json] = (await self.list_all(resource, namespace, label_selector))["items"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import secrets
+from dataclasses import replace
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from plimsoll_operator.observed import Credentials
+from plimsoll_operator.spec import Deployment
 
 SERVER_NAME = "engine.plimsoll.dev"
 # The channel ends with the deployment; a renewal would restart every engine for no gain.
@@ -32,6 +34,16 @@ _UNREADABLE = (
     x509.ExtensionNotFound,
     x509.InvalidVersion,
 )
+
+
+def complete_credentials(
+    found: Credentials | None, deployment: Deployment, now: float
+) -> Credentials:
+    """Those that were found, with what they lack."""
+    credentials = found or make_credentials(deployment.name, now)
+    if deployment.in_groups and not credentials.group:
+        return replace(credentials, group=make_token())
+    return credentials
 
 
 def make_credentials(deployment: str, now: float) -> Credentials:
@@ -60,8 +72,13 @@ def make_credentials(deployment: str, now: float) -> Credentials:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         ),
-        token=secrets.token_urlsafe(32).encode(),
+        token=make_token(),
     )
+
+
+def make_token() -> bytes:
+    """256 random bits, as text that fits into a header."""
+    return secrets.token_urlsafe(32).encode()
 
 
 def are_usable(credentials: Credentials) -> bool:

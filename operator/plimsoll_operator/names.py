@@ -24,19 +24,30 @@ COMPONENT = "plimsoll-operator"
 DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 # On the children: a hash of what was applied last, so that a removed field is noticed too.
 APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
-# On the StatefulSet: a hash of the pod template alone.
+# On the StatefulSet: a hash of the pod template alone. On a LeaderWorkerSet of both, and on its pods.
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
+
+# On the pods of a group: the leader serves, workers hold ranks.
+ROLE_LABEL = f"{GROUP}/role"
+LEADER_ROLE = "leader"
+WORKER_ROLE = "worker"
+# LeaderWorkerSet's own, on the pods that it makes.
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
+WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 
 ENGINE_CONTAINER = "engine"
 PREFETCH_CONTAINER = "prefetch"
 GATE_CONTAINER = "gate"
 HTTP_PORT = 8000
 CONTROL_PORT = 8001
+# Where the leader of a group of pods is joined by the others; ranks find each other on the next one.
+GROUP_PORT = 8002
 # Where vLLM is behind the gate, on the pod's loopback address.
 UPSTREAM_PORT = 8002
 SERVICE_PORT = 80
 
 CONTROL_DIR = "/etc/plimsoll/control"
+GROUP_TOKEN_KEY = "group-token"
 LIMITS_DIR = "/etc/plimsoll/limits"
 LIMITS_KEY = "limits.json"
 HF_HOME = "/models"
@@ -74,6 +85,16 @@ def label_selector(wanted: dict[str, str]) -> str:
 
 def headless_service(deployment: str) -> str:
     return f"{deployment}-pods"
+
+
+def group(deployment: str) -> str:
+    """The LeaderWorkerSet: its controller makes a Service of this name, so it is not the API's."""
+    return f"{deployment}-group"
+
+
+def group_revision(deployment: str, template_hash: str) -> str:
+    """What a StatefulSet calls a controller revision; nobody numbers those of a LeaderWorkerSet."""
+    return f"{group(deployment)}-{template_hash}"
 
 
 def prefetch_job(deployment: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from plimsoll_operator import shape
@@ -49,7 +50,11 @@ _STATUS_SHAPE = shape.record(
             {"last": shape.record({"time": shape.time}, required=("time",))},
         ),
         "revision": shape.record(
-            {"lastKnownGood": shape.text, "blocked": shape.list_of(shape.text)}
+            {
+                "current": shape.text,
+                "lastKnownGood": shape.text,
+                "blocked": shape.list_of(shape.text),
+            }
         ),
         "rollout": shape.record(
             {
@@ -75,13 +80,20 @@ def read_status(resource: Json) -> Json:
     return status
 
 
+def seconds(timestamp: str) -> float:
+    """An RFC 3339 time of the API server as Unix seconds."""
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
 @dataclass(frozen=True)
 class Credentials:
-    """PEM certificate and key of the engines' control channel, and the bearer token."""
+    """PEM certificate and key of the engines' control channel, and the bearer token. ``group`` is the token
+    with which the pods of a group know each other; it stays for as long as the Secret does."""
 
     certificate: bytes
     key: bytes
     token: bytes = field(repr=False)
+    group: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,10 @@ class Pod:
     container: Container | None
     # Only where the engine is stock vLLM: the gate before it, which has the ports.
     gate: Container | None = None
+    # Of a replica that is a group: its other pods. Readiness is then the group's, the rest the leader's.
+    members: tuple[Pod, ...] = ()
+    # Its container's last end came before it was deleted, and not from that.
+    ended_before: bool = False
 
     @property
     def serves(self) -> bool:
@@ -141,7 +157,8 @@ class Pod:
 
 @dataclass(frozen=True)
 class StatefulSet:
-    """``current_revision`` is what every pod had last, ``update_revision`` that of the template;
+    """Or the LeaderWorkerSet in its place (groups.py), whose replicas are groups.
+    ``current_revision`` is what every pod had last, ``update_revision`` that of the template;
     ``template_hash`` names the template as the operator applied it."""
 
     replicas: int
@@ -173,6 +190,8 @@ class Observed:
     profile: Json | None = None
     # Pods of the Job that fetches the model, as the API server has them.
     prefetch_pods: tuple[Json, ...] = ()
+    # Kinds that the spec asks for and that the API server does not serve.
+    unserved: tuple[str, ...] = ()
 
     @property
     def status(self) -> Json:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from plimsoll_operator import names
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.desired.status import timestamp
-from plimsoll_operator.observe import read_container, read_pod, seconds
-from plimsoll_operator.observed import Json
+from plimsoll_operator.observed import Json, seconds
+from plimsoll_operator.pods import read_container, read_pod
 from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.values import Failure
 

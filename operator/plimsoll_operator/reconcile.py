@@ -24,10 +24,15 @@ from plimsoll_operator.apply import (
 )
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.cluster import Cluster
-from plimsoll_operator.credentials import make_credentials
-from plimsoll_operator.desired import build_children
+from plimsoll_operator.credentials import complete_credentials
+from plimsoll_operator.desired import (
+    WORKLOADS,
+    build_children,
+    build_template,
+    template_of,
+    workload_key,
+)
 from plimsoll_operator.desired.metadata import fingerprint
-from plimsoll_operator.desired.pod import build_pod_template
 from plimsoll_operator.desired.prefetch_job import build_prefetch_job
 from plimsoll_operator.desired.rollout import Rollout, build_rollout
 from plimsoll_operator.desired.status import Report, build_invalid_status, build_status
@@ -42,7 +47,6 @@ from plimsoll_operator.report import Reported, is_news, report
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.telemetry import Standing
 from plimsoll_operator.tuning import decide
-from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.profile import profile_key, read_learned
 from plimsoll_operator.tuning.record import read_state, record_tuning
 from plimsoll_operator.tuning.restarts import restarts_of_the_day
@@ -129,8 +133,8 @@ async def reconcile(
 
     # 1. Observe.
     try:
-        observed = await observe(remembered or cluster, resource, engine_image)
-        template = build_pod_template(observed.deployment, engine_image)
+        observed = await observe(remembered or cluster, cluster, resource, engine_image)
+        template = build_template(observed.deployment, engine_image)
     except InvalidSpec as error:
         invalid = build_invalid_status(resource, str(error), now)
         await report(cluster, resource, invalid, now)
@@ -141,7 +145,7 @@ async def reconcile(
     readings = await engines.read(deployment, serving)
     failures = _failures(observed)
     applied = _has_template(observed, template)
-    conflict = checks.foreign_children(observed)
+    conflict = checks.foreign_children(observed) or checks.unserved_kinds(observed)
 
     # 2. Tune.
     learned = read_learned(observed.profile)
@@ -190,7 +194,7 @@ async def reconcile(
 
     # 4. Build. What the runtime reads at its start alone is no limit to be sent.
     live_limits = decision.limits.only(settings.live)
-    credentials = observed.credentials or make_credentials(deployment.name, now)
+    credentials = complete_credentials(observed.credentials, deployment, now)
     children = build_children(
         deployment,
         step=step,
@@ -202,10 +206,10 @@ async def reconcile(
     )
     children[job] = fetch.job
     if fetch.holds:
-        # It stays as it is, or absent, until the model is there.
-        del children["StatefulSet", deployment.name]
+        # What makes the pods stays as it is, or absent, until the model is there.
+        children = {key: body for key, body in children.items() if key[0] not in WORKLOADS}
 
-    # 5. Apply. Nothing is written over somebody else's object.
+    # 5. Apply. Nothing is written over somebody else's object, nor of a kind that is not there.
     if remembered is not None and (
         not are_settled(children, observed.children)
         or step.replace
@@ -304,7 +308,7 @@ async def reconcile(
 
 
 def _failures(observed: Observed) -> tuple[Failure, ...]:
-    found = (classify(pod) for pod in observed.pods)
+    found = (checks.find_failure(pod) for pod in observed.pods)
     return tuple(failure for failure in found if failure is not None)
 
 
@@ -315,16 +319,16 @@ def _failed_at(failures: Iterable[Failure]) -> dict[str, float]:
 
 
 def _has_template(observed: Observed, template: Json) -> bool:
-    """The StatefulSet holds exactly this template."""
+    """The cluster holds exactly this template."""
     statefulset = observed.statefulset
     return statefulset is not None and statefulset.template_hash == fingerprint(template)
 
 
 def _rolling_out(observed: Observed, template: Json) -> Event:
     """Says why pods are replaced: the first thing that differs."""
-    live = observed.children["StatefulSet", observed.deployment.name]
+    live = observed.children[workload_key(observed.deployment)]
     assert live is not None
-    found = difference(template, live["spec"]["template"], "template")
+    found = difference(template, template_of(live), "template")
     return Event("RollingOut", f"replacing the pods: {found or 'a field was removed'}")
 
 

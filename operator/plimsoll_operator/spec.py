@@ -185,6 +185,18 @@ class Deployment:
     shared_memory: str | None = None
     rollout_type: RolloutType = RolloutType.AUTO
     canary: CanaryMode = CanaryMode.PROBE
+    pipeline_parallel_size: int = 1
+    # Pods that hold one replica's ranks together; 1: each pod is a replica.
+    nodes: int = 1
+
+    @property
+    def in_groups(self) -> bool:
+        return self.nodes > 1
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """And accelerators."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nodes
 
     @property
     def on_cpu(self) -> bool:
@@ -203,6 +215,7 @@ class Deployment:
         metadata, spec = resource["metadata"], resource["spec"]
         accelerator = spec.get("accelerator", {}).get("resourceName", DEFAULT_ACCELERATOR)
         rollout, resources = spec.get("rollout", {}), spec.get("resources", {})
+        parallelism = spec.get("parallelism", {})
         return cls(
             name=metadata["name"],
             namespace=metadata["namespace"],
@@ -212,7 +225,7 @@ class Deployment:
             image=spec.get("runtime", {}).get("image"),
             image_pull_policy=spec.get("runtime", {}).get("imagePullPolicy"),
             replicas=spec.get("replicas", 1),
-            tensor_parallel_size=spec.get("parallelism", {}).get("tensor", 1),
+            tensor_parallel_size=parallelism.get("tensor", 1),
             accelerator=accelerator or None,
             engine=_engine(spec.get("engine", {})),
             tuning=_tuning(spec.get("tuning", {})),
@@ -234,6 +247,8 @@ class Deployment:
             shared_memory=_shared_memory(resources),
             rollout_type=RolloutType(rollout.get("type", RolloutType.AUTO)),
             canary=CanaryMode(rollout.get("canary", CanaryMode.PROBE)),
+            pipeline_parallel_size=parallelism.get("pipeline", 1),
+            nodes=parallelism.get("nodes", 1),
         )
 
 

@@ -35,6 +35,14 @@ def changed(path: str, value: object) -> Json:
     ("spec", "said"),
     [
         ({}, ["spec.model", "Required value"]),
+        (
+            changed("parallelism", {"tensor": 8, "nodes": 3}),
+            ["spec.parallelism.nodes is 3", "a divisor of tensor times pipeline, which is 8"],
+        ),
+        (
+            changed("parallelism", {"tensor": 4, "pipeline": 2}),
+            ["spec.parallelism.pipeline is 2", "1, or spec.runtime.name VLLM"],
+        ),
         (changed("model.uri", "oci://a b"), ["spec.model.uri is oci://a b", "hf://org/name"]),
         (changed("model.path", "fp16"), ["spec.model.path is fp16", "only with an oci:// uri"]),
         (
@@ -173,14 +181,14 @@ def changed(path: str, value: object) -> Json:
         (changed("monitoring.scrapeInterval", "1ms"), ["scrapeInterval is 1ms", "1s to 5m"]),
         (
             changed("resources.limits", {"nvidia.com/gpu": 1}),
-            ["spec.resources.limits names nvidia.com/gpu", "spec.parallelism.tensor"],
+            ["spec.resources.limits names nvidia.com/gpu", "follows from spec.parallelism"],
         ),
         (
             both(
                 ("accelerator.resourceName", "amd.com/gpu"),
                 ("resources.requests", {"amd.com/gpu": 1}),
             ),
-            ["spec.resources.requests names amd.com/gpu", "spec.parallelism.tensor"],
+            ["spec.resources.requests names amd.com/gpu", "follows from spec.parallelism"],
         ),
         (changed("resources.limits", {"memory": "lots"}), ["spec.resources.limits", "lots"]),
         (changed("resources.limits", {"memory": -5}), ["spec.resources.limits", "at least 0"]),
@@ -198,18 +206,19 @@ async def test_a_bad_value_is_refused_in_words_that_help(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "nodes", "said"),
     [
-        ("a" * 53, ["53 characters", "at most 52"]),
-        ("3b", ["metadata.name is 3b", "starting with a letter"]),
-        ("qwen.3", ["metadata.name is qwen.3", "lower-case letters, digits and -"]),
+        ("a" * 53, 1, ["53 characters", "at most 52"]),
+        ("a" * 43, 2, ["43 characters", "allowed with spec.parallelism.nodes: at most 42"]),
+        ("3b", 1, ["metadata.name is 3b", "starting with a letter"]),
+        ("qwen.3", 1, ["metadata.name is qwen.3", "lower-case letters, digits and -"]),
     ],
 )
 async def test_a_name_that_no_child_could_bear_is_refused(
-    server: ApiServer, name: str, said: list[str]
+    server: ApiServer, name: str, nodes: int, said: list[str]
 ) -> None:
     with pytest.raises(ApiError) as refusal:
-        await server.create_deployment(name)
+        await server.create_deployment(name, parallelism={"tensor": 2, "nodes": nodes})
     for words in said:
         assert words in str(refusal.value)
     await server.create_deployment("a" * 52)

@@ -130,6 +130,7 @@ class TestRendering:
             ("replicas=-1", "replicas"),
             ("watchNamespaces={Not_A_Name}", "watchNamespaces"),
             ("monitoring.enabled=yes", "enabled"),
+            ("leaderWorkerSet.enabled=yes", "enabled"),
             ("monitoring.dashboards.enabled=yes", "enabled"),
             ("monitoring.alerts.for=2 minutes", "for"),
             ("monitoring.alerts.runbookBase=docs", "runbookBase"),
@@ -184,6 +185,8 @@ class TestMonitoring:
         labels = template["metadata"]["labels"]
         assert monitor["spec"]["namespaceSelector"] == {"any": True}
         assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        (leaders_alone,) = monitor["spec"]["selector"]["matchExpressions"]
+        assert leaders_alone["key"] not in labels
         assert set(monitor["spec"]["podTargetLabels"]) <= labels.keys()
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         ports = {port["name"] for c in template["spec"]["containers"] for port in c["ports"]}

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 
 from plimsoll_local.binaries import Binaries, ensure_binaries
 from plimsoll_operator.cli.mode import MODE_ANNOTATION
-from plimsoll_operator.cli.permissions import OPERATOR_RULES, accesses
+from plimsoll_operator.cli.permissions import GROUP_RULES, OPERATOR_RULES, Rule, accesses
 from support.apiserver import ApiServer, ScriptedEngines, operator_in_process
 from support.kubelet import FakeKubelet
 
@@ -65,9 +66,10 @@ class Kubectl:
         return done.stderr
 
 
-def render_chart(binaries: Binaries, namespace: str) -> list[Json]:
+def render_chart(binaries: Binaries, namespace: str, *values: str) -> list[Json]:
     """Without the definitions; the release has the namespace's name."""
-    arguments = ("template", namespace, CHART, "-n", namespace, "--set", "crds.install=false")
+    settings = ",".join(("crds.install=false", *values))
+    arguments = ("template", namespace, CHART, "-n", namespace, "--set", settings)
     rendered = subprocess.run(
         [binaries.helm, *arguments], capture_output=True, text=True, check=True
     ).stdout
@@ -195,16 +197,27 @@ async def test_the_doctor_finds_what_is_missing(
         # What is of the whole cluster must not be left to the other tests.
         await kubectl.run("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(roles))
 
-    wanted = {(each.verb, each.group, each.resource) for each in accesses(OPERATOR_RULES, None)}
-    granted = {
+    assert granted(roles) == wanted(OPERATOR_RULES)
+    # With what only some LLMDeployments ask for.
+    bodies = render_chart(binaries, server.namespace, "leaderWorkerSet.enabled=true")
+    assert granted(bodies) == wanted((*OPERATOR_RULES, *GROUP_RULES))
+
+
+def wanted(rules: Iterable[Rule]) -> set[tuple[str, str, str]]:
+    return {(each.verb, each.group, each.resource) for each in accesses(rules, None)}
+
+
+def granted(bodies: Iterable[Json]) -> set[tuple[str, str, str]]:
+    """By the chart's roles: cli/permissions.py and they belong together."""
+    return {
         (verb, group, resource)
-        for role in roles
+        for role in bodies
+        if "rbac" in role["apiVersion"]
         for rule in role.get("rules", ())
         for verb in rule["verbs"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    assert wanted == granted, "cli/permissions.py and the chart's role belong together"
 
 
 async def test_a_plan_needs_no_cluster(

@@ -17,7 +17,13 @@ from plimsoll_operator.cli.app import run
 from plimsoll_operator.cli.definitions import own_definitions
 from plimsoll_operator.cli.doctor import Facts, Finding, Level, Operator
 from plimsoll_operator.cli.explain import explain
-from plimsoll_operator.cli.permissions import USER_RULES, Access, accesses, operator_accesses
+from plimsoll_operator.cli.permissions import (
+    GROUP_RULES,
+    USER_RULES,
+    Access,
+    accesses,
+    operator_accesses,
+)
 from plimsoll_operator.cli.server import Conflict, Forbidden, NotFound, refusal, verb
 from plimsoll_operator.cli.view import read_view
 from plimsoll_operator.spec import TuningMode
@@ -212,6 +218,11 @@ def test_an_operator_of_some_namespaces_needs_its_rights_there_alone() -> None:
     assert leases == {("create", None), ("get", "blue"), ("update", "blue")}
     everywhere = set(operator_accesses("ops", "blue", ()))
     assert {access.namespace for access in everywhere} == {None, "ops"}
+    further = set(operator_accesses("ops", "blue", (), GROUP_RULES)) - everywhere
+    assert {access.text for access in further} == {
+        f"{verb} leaderworkersets.leaderworkerset.x-k8s.io"
+        for verb in ("create", "patch", "delete")
+    }
 
 
 def test_kubernetes_versions() -> None:

@@ -47,9 +47,13 @@ def children(limits: Limits = NO_LIMITS, **spec: Any) -> dict[str, Json | None]:
     return {f"{kind} {name}": body for (kind, name), body in built.items()}
 
 
-def test_every_child_is_owned_and_labelled() -> None:
-    for body in children(replicas=2).values():
-        assert body is not None
+def present(**spec: Any) -> dict[str, Json]:
+    return {name: body for name, body in children(**spec).items() if body is not None}
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"tensor": 4, "nodes": 2}])
+def test_every_child_is_owned_and_labelled(parallelism: Json) -> None:
+    for body in present(replicas=2, parallelism=parallelism).values():
         metadata = body["metadata"]
         assert metadata["ownerReferences"][0]["uid"] == "uid-assistant"
         assert metadata["ownerReferences"][0]["controller"] is True
@@ -58,7 +62,7 @@ def test_every_child_is_owned_and_labelled() -> None:
 
 
 def test_what_a_pod_mounts_is_applied_before_the_pods() -> None:
-    assert list(children()) == [
+    assert list(present(replicas=2)) == [
         "Secret assistant-control",
         "ConfigMap assistant-limits",
         "Service assistant-pods",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from plimsoll_operator.observe import read_pod
 from plimsoll_operator.observed import Container, Pod, Termination
+from plimsoll_operator.pods import read_pod
 from plimsoll_operator.tuning.failures import MAX_MESSAGE, classify
 from plimsoll_operator.tuning.values import Failure, FailureClass
 

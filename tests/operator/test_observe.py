@@ -5,8 +5,8 @@ import pytest
 
 from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.credentials import make_credentials
-from plimsoll_operator.observe import observe, read_credentials, read_statefulset, seconds
-from plimsoll_operator.observed import StatefulSet
+from plimsoll_operator.observe import observe, read_credentials, read_statefulset
+from plimsoll_operator.observed import StatefulSet, seconds
 from support.resources import NOW, llmdeployment, pod, pod_body, time
 
 Json = dict[str, Any]
@@ -138,7 +138,8 @@ async def test_only_the_statefulsets_own_pods_are_seen_in_the_order_of_their_ord
         pod_body("assistant-1"),
     ]
 
-    seen = await observe(Listing(pods), llmdeployment(), "plimsoll/engine:0.1.0")
+    listing = Listing(pods)
+    seen = await observe(listing, listing, llmdeployment(), "plimsoll/engine:0.1.0")
 
     assert [pod.name for pod in seen.pods] == ["assistant-2", "assistant-10"]
     assert seen.changed_at == NOW - 3600, "the operator's own status writes do not count"

@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll_operator import runtimes
 from plimsoll_operator.desired.pod import build_pod_template
-from plimsoll_operator.observe import read_pod
+from plimsoll_operator.pods import read_pod
 from plimsoll_operator.runtimes.vllm_flags import read_version
 from plimsoll_operator.spec import RuntimeName, TuningMode
 from plimsoll_operator.tuning.settings import tuning_settings

@@ -6,8 +6,8 @@ import copy
 from datetime import UTC, datetime
 from typing import Any
 
-from plimsoll_operator.observe import read_pod
 from plimsoll_operator.observed import Observed, Pod, StatefulSet
+from plimsoll_operator.pods import read_pod
 from plimsoll_operator.spec import Deployment
 
 Json = dict[str, Any]

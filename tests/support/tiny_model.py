@@ -23,9 +23,14 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(
-    folder: Path, *, hidden_size: int = 96, num_layers: int = 2, intermediate_size: int = 128
+    folder: Path,
+    *,
+    hidden_size: int = 96,
+    num_layers: int = 2,
+    intermediate_size: int = 128,
+    num_kv_heads: int = 3,
 ) -> Path:
-    """Six query heads and three KV heads: one rank or three can share them.
+    """Six query heads, and three KV heads if no other number is given: one rank or three can share them.
 
     A byte is a token; every prompt's length is its number of bytes.
     """
@@ -40,7 +45,7 @@ def write_tiny_model(
         "intermediate_size": intermediate_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 6,
-        "num_key_value_heads": 3,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": 16,
         "hidden_act": "silu",
         "max_position_embeddings": MAX_POSITIONS,
@@ -63,8 +68,8 @@ def write_tiny_model(
     }
     shapes = {
         "self_attn.q_proj": (6 * 16, hidden_size),
-        "self_attn.k_proj": (3 * 16, hidden_size),
-        "self_attn.v_proj": (3 * 16, hidden_size),
+        "self_attn.k_proj": (num_kv_heads * 16, hidden_size),
+        "self_attn.v_proj": (num_kv_heads * 16, hidden_size),
         "self_attn.o_proj": (hidden_size, 6 * 16),
         "mlp.gate_proj": (intermediate_size, hidden_size),
         "mlp.up_proj": (intermediate_size, hidden_size),

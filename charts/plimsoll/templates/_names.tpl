@@ -42,3 +42,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 true
 {{- end -}}
 {{- end -}}
+
+{{/* "true" when the operator may make LeaderWorkerSets, else empty. */}}
+{{- define "plimsoll.leaderWorkerSet" -}}
+{{- $wanted := .Values.leaderWorkerSet.enabled | toString -}}
+{{- if or (eq $wanted "true") (and (eq $wanted "auto") (.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1")) -}}
+true
+{{- end -}}
+{{- end -}}

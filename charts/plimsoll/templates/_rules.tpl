@@ -24,6 +24,12 @@
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]
   verbs: [get]
+{{- if include "plimsoll.leaderWorkerSet" . }}
+# Replicas of several pods: these are children too.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [create, patch, delete]
+{{- end }}
 # What was learned.
 - apiGroups: [plimsoll.dev]
   resources: [memoryprofiles]

@@ -22,7 +22,7 @@ from plimsoll_operator.advisor.target import (
 )
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.cluster import ApiError, Cluster
-from plimsoll_operator.observe import read_container, read_pod
+from plimsoll_operator.pods import read_container, read_pod
 
 
 async def observe(cluster: Cluster, pages: Pages, resource: Json) -> Observed:

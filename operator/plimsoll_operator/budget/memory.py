@@ -40,7 +40,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """``device`` is one accelerator's memory, on CPU the container's limit; ``max_model_len`` None:
+    """``device`` is one accelerator's memory, on CPU the limit of each pod's container; ``max_model_len`` None:
     the largest that fits; ``dtype`` None: the model's own on an accelerator, float32 on CPU."""
 
     device: int
@@ -51,6 +51,8 @@ class Setup:
     max_num_batched_tokens: int
     on_cpu: bool = False
     dtype: str | None = None
+    # Pods that share the ranks of one replica.
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def build_budget(model: ModelShape, setup: Setup) -> Budget:
     # Ranks beyond the KV heads hold copies of them.
     kv_heads = max(1, model.num_kv_heads // size)
     inner = math.ceil(model.intermediate_size / size)
-    ranks = range(size) if setup.on_cpu else range(1)
+    # A container on CPU holds its pod's ranks, the leader's those and what leads them.
+    ranks = range(size // setup.nodes) if setup.on_cpu else range(1)
     weights: dict[str, int] = {}
     for rank in ranks:
         share = _inner_of(model, rank, size) if setup.on_cpu else inner
@@ -162,7 +165,7 @@ def build_budget(model: ModelShape, setup: Setup) -> Budget:
         context = setup.max_model_len or model.max_model_len
         activations += 2 * context * 2 * kv_heads * model.head_size * item
     # With several ranks a process of its own leads them.
-    processes = size + 1 if size > 1 else 1
+    processes = len(ranks) + 1 if size > 1 else 1
     return Budget(
         setup=setup,
         model=model,
@@ -180,13 +183,17 @@ def _check(model: ModelShape, setup: Setup) -> None:
         allowed = "above 0, at most 1"
         raise InvalidSetup("spec.engine.gpuMemoryUtilization", setup.utilization, allowed, 1)
     sizes, size = allowed_tensor_sizes(model), setup.tensor_parallel_size
+    sizes = tuple(each for each in sizes if each % setup.nodes == 0)
+    if not sizes:
+        allowed = f"a divisor of the model's {model.num_heads} attention heads"
+        raise InvalidSetup("spec.parallelism.nodes", setup.nodes, allowed, 1)
     if size not in sizes:
         raise InvalidSetup(
             "spec.parallelism.tensor",
             size,
             f"{', '.join(map(str, sizes))} (the model has {model.num_heads} attention heads and "
             f"{model.num_kv_heads} KV heads)",
-            max(each for each in sizes if each <= size),
+            max((each for each in sizes if each <= size), default=sizes[0]),
         )
     length = setup.max_model_len
     if length is not None and length > model.max_model_len:

@@ -96,7 +96,7 @@ def _tensor(budget: Budget) -> int | None:
     for size in allowed_tensor_sizes(budget.model):
         setup = replace(budget.setup, tensor_parallel_size=size)
         larger = size > budget.setup.tensor_parallel_size
-        if larger and build_budget(budget.model, setup).fits:
+        if larger and size % setup.nodes == 0 and build_budget(budget.model, setup).fits:
             return size
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 from plimsoll_operator.cli import permissions
 from plimsoll_operator.cli.doctor import Facts, Operator, read_kubernetes, read_operator
 from plimsoll_operator.cli.errors import CommandError
-from plimsoll_operator.cli.permissions import Access
+from plimsoll_operator.cli.permissions import Access, Rule
 from plimsoll_operator.cli.server import Forbidden, NotFound, Server
 from plimsoll_operator.cli.view import View, read_view
 
@@ -76,13 +76,25 @@ def _own_answers(server: Server) -> Iterator[tuple[Access, bool | None]]:
 
 
 def _account_answers(server: Server, operator: Operator) -> Iterator[tuple[Access, bool | None]]:
-    wanted = permissions.operator_accesses(operator.namespace, operator.lease, operator.served)
+    wanted = permissions.operator_accesses(
+        operator.namespace, operator.lease, operator.served, _further_rules(server)
+    )
     for access in wanted:
         body = permissions.review_of_account(access, operator.namespace, operator.account)
         answer = _ask(server, "subjectaccessreviews", body)
         yield access, answer
         if answer is None:
             return
+
+
+def _further_rules(server: Server) -> tuple[Rule, ...]:
+    """For what only some LLMDeployments ask for."""
+    try:
+        specs = [each["spec"] for each in server.deployments()]
+    except CommandError:
+        return ()
+    in_groups = any(spec.get("parallelism", {}).get("nodes", 1) > 1 for spec in specs)
+    return permissions.GROUP_RULES if in_groups else ()
 
 
 def _ask(server: Server, reviews: str, body: Json) -> bool | None:

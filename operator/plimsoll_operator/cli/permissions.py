@@ -97,6 +97,11 @@ OPERATOR_RULES = (
     Rule("coordination.k8s.io", ("leases",), ("create", "get", "update"), Scope.OWN),
 )
 
+# Beside those, where the chart's leaderWorkerSet is enabled: replicas of several pods.
+GROUP_RULES = (
+    Rule("leaderworkerset.x-k8s.io", ("leaderworkersets",), ("create", "patch", "delete")),
+)
+
 # Without the first nothing is shown; without one of the others a command or two do not work.
 USER_READS = Rule(names.GROUP, (names.PLURAL,), ("get", "list"))
 USER_RULES = (
@@ -115,11 +120,14 @@ def accesses(rules: Iterable[Rule], namespace: str | None) -> Iterator[Access]:
                 yield Access(verb, rule.group, resource, namespace)
 
 
-def operator_accesses(own: str, lease: str, served: Iterable[str]) -> Iterator[Access]:
-    """What an operator in namespace ``own`` needs to serve namespaces; none named: all of them."""
-    served = tuple(served)
+def operator_accesses(
+    own: str, lease: str, served: Iterable[str], further: Iterable[Rule] = ()
+) -> Iterator[Access]:
+    """What an operator in namespace ``own`` needs to serve namespaces; none named: all of them.
+    ``further``: what the LLMDeployments ask for beside what every one needs."""
+    served, further = tuple(served), tuple(further)
     for where in served or (None,):
-        yield from accesses(_of(Scope.SERVED), where)
+        yield from accesses((*_of(Scope.SERVED), *further), where)
     if not served:
         yield from accesses(_of(Scope.CLUSTER), None)
     for access in accesses(_of(Scope.OWN), own):

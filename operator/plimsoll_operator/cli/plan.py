@@ -14,8 +14,7 @@ from plimsoll_operator import names
 from plimsoll_operator.budget.memory import Budget
 from plimsoll_operator.budget.verdict import Verdict
 from plimsoll_operator.cli import words
-from plimsoll_operator.desired import build_children
-from plimsoll_operator.desired.pod import build_pod_template
+from plimsoll_operator.desired import build_children, build_template
 from plimsoll_operator.observed import Credentials, Observed, Pod, StatefulSet
 from plimsoll_operator.plan import Step, next_step
 from plimsoll_operator.runtimes import vllm_flags
@@ -31,6 +30,7 @@ _NOTES = {
     "ConfigMap": "the limits with which an engine starts",
     "PodDisruptionBudget": "a drained node takes one replica at a time",
     "StatefulSet": "the engine pods",
+    "LeaderWorkerSet": "the groups of engine pods; lws.sigs.k8s.io must be installed",
 }
 
 
@@ -67,7 +67,7 @@ def build_plan(
     children = build_children(
         deployment,
         step=situations[0].step,
-        template=build_pod_template(deployment, engine_image),
+        template=build_template(deployment, engine_image),
         credentials=_NOT_SHOWN,
         limits=tuning_settings(deployment).start,
         revision=1,
@@ -147,8 +147,12 @@ def _observed(deployment: Deployment, statefulset: StatefulSet | None) -> Observ
 
 def render(plan: Plan) -> str:
     deployment = plan.deployment
-    size, where = deployment.tensor_parallel_size, deployment.accelerator
+    size, where = deployment.ranks_per_pod, deployment.accelerator
     each = "on CPU" if where is None else f"of {size} x {where}"
+    if deployment.in_groups:
+        each = f"of {deployment.nodes} pods, each " + (
+            f"with {size} ranks on CPU" if where is None else f"with {size} x {where}"
+        )
     name = f"{deployment.namespace}/{deployment.name}"
     replicas = "1 replica" if deployment.replicas == 1 else f"{deployment.replicas} replicas"
     lines = [
@@ -165,7 +169,8 @@ def render(plan: Plan) -> str:
     lines += ["", "Rollout"]
     wide = max(len(situation.what) for situation in plan.situations)
     for situation in plan.situations:
-        lines.append(f"  {situation.what:<{wide}}  {_step(situation.step)}")
+        step = _step(situation.step, "group" if deployment.in_groups else "pod")
+        lines.append(f"  {situation.what:<{wide}}  {step}")
     lines += ["", *_budget_lines(plan)]
     return "\n".join(lines)
 
@@ -186,10 +191,10 @@ def _runtime_lines(deployment: Deployment) -> list[str]:
     ]
 
 
-def _step(step: Step) -> str:
+def _step(step: Step, unit: str) -> str:
     if step.replicas == 0:
-        return f"{step.reason}: no pod is left"
-    pods = "1 pod" if step.replicas == 1 else f"{step.replicas} pods"
+        return f"{step.reason}: no {unit} is left"
+    pods = f"1 {unit}" if step.replicas == 1 else f"{step.replicas} {unit}s"
     which = "all of them" if step.partition == 0 else f"those from ordinal {step.partition} on"
     return f"{step.reason}: {pods}, {which} with the newest template"
 
@@ -207,7 +212,8 @@ def _budget_lines(plan: Plan) -> Iterable[str]:
     sized = plan.sized
     budget, setup = sized.budget, sized.budget.setup
     size = setup.tensor_parallel_size
-    shard = "all" if setup.on_cpu or size == 1 else f"1 of {size} shards"
+    held = size // setup.nodes if setup.on_cpu else 1
+    shard = "all" if held == size else f"{held} of {size} shards"
     parts = ", ".join(
         f"{part} {words.byte_size(count)}" for part, count in budget.weights.items() if count
     )
@@ -232,7 +238,8 @@ def _budget_lines(plan: Plan) -> Iterable[str]:
         ("margin", budget.margin, f"left alone at utilisation {setup.utilization:g}"),
         ("device", setup.device, sized.device),
     ]
-    whose = "of the container, for all ranks" if setup.on_cpu else "of one accelerator"
+    ranks = "all ranks" if setup.nodes == 1 else f"{held} of {size} ranks"
+    whose = f"of the container, for {ranks}" if setup.on_cpu else "of one accelerator"
     lines = [f"Byte budget {whose}"]
     for name, count, note in rows:
         share = 100 * count / setup.device

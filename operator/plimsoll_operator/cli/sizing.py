@@ -70,6 +70,8 @@ def size_deployment(
             else f"give --gpu-memory, or --gpu with one of {', '.join(DEVICES)}"
         )
         return None, f"unknown without the device's memory: {needed}", False
+    if deployment.pipeline_parallel_size > 1:
+        return None, "not computed for stages of layers (spec.parallelism.pipeline)", False
     dtype = profile_key(deployment, "").dtype
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype is {dtype}; allowed: auto, {', '.join(DTYPE_BYTES)}")
@@ -83,6 +85,7 @@ def size_deployment(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         on_cpu=deployment.on_cpu,
         dtype=None if dtype == "auto" else dtype,
+        nodes=deployment.nodes,
     )
     try:
         budget = build_budget(model, setup)

@@ -13,6 +13,7 @@ from plimsoll_operator.spec import Deployment
 
 def build_control_secret(deployment: Deployment, credentials: Credentials) -> dict[str, Any]:
     """The credentials come in as values: made once, then read back from the cluster."""
+    group = {names.GROUP_TOKEN_KEY: _encoded(credentials.group)} if deployment.in_groups else {}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -22,6 +23,7 @@ def build_control_secret(deployment: Deployment, credentials: Credentials) -> di
             "tls.crt": _encoded(credentials.certificate),
             "tls.key": _encoded(credentials.key),
             "token": _encoded(credentials.token),
+            **group,
         },
     }
 

@@ -1,4 +1,8 @@
-"""The PodDisruptionBudget: a drained node takes one replica at a time."""
+"""The PodDisruptionBudget: a drained node takes one replica at a time.
+
+Where a replica is a group of pods, the loss of one takes the others with it; they count as unavailable until
+the group is back, so no pod of a second group may be evicted meanwhile.
+"""
 
 from __future__ import annotations
 

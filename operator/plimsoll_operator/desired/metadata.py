@@ -29,6 +29,12 @@ def owned(deployment: Deployment, name: str) -> dict[str, Any]:
     }
 
 
+def serving_labels(deployment: Deployment) -> dict[str, str]:
+    """Labels that pick the pods with an API: all of them, or the leaders of groups."""
+    own = names.selector(deployment.name)
+    return {**own, names.ROLE_LABEL: names.LEADER_ROLE} if deployment.in_groups else own
+
+
 def fingerprint(body: dict[str, Any]) -> str:
     """Names one wanted object; a field that was removed from it changes the name too."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,8 @@
 """The NetworkPolicy: the OpenAI API is for everybody, the control channel for the operator alone.
 
-TLS and token guard the channel too; this keeps others from even knocking.
+TLS and token guard the channel too; this keeps others from even knocking. The pods of a group also
+exchange tensors, in the clear and on ports that nobody can name beforehand: there everything but the API
+is for the group's own pods.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ _OPEN = [
 ]
 
 
+def _open(deployment: Deployment) -> list[dict[str, Any]]:
+    if not deployment.in_groups:
+        return [{"ports": _OPEN}]
+    members = {"podSelector": {"matchLabels": names.selector(deployment.name)}}
+    return [{"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}, {"from": [members]}]
+
+
 def build_network_policy(
     deployment: Deployment, operator_namespace: str | None
 ) -> dict[str, Any] | None:
@@ -39,7 +48,7 @@ def build_network_policy(
             "podSelector": {"matchLabels": names.selector(deployment.name)},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"ports": _OPEN},
+                *_open(deployment),
                 {"from": [operator], "ports": [{"port": names.CONTROL_PORT, "protocol": "TCP"}]},
             ],
         },

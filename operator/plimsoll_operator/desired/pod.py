@@ -10,7 +10,7 @@ from typing import Any
 
 from plimsoll_operator import names, runtimes
 from plimsoll_operator.desired.merge import merged
-from plimsoll_operator.runtimes.program import SCRATCH_DIR, TMP_DIR, Program
+from plimsoll_operator.runtimes.program import SCRATCH_DIR, TMP_DIR, Program, Programs
 from plimsoll_operator.spec import Cache, Deployment, ModelSource, RuntimeName
 
 # Endpoints need this long to forget a stopping pod; until then it still serves.
@@ -24,12 +24,20 @@ Json = dict[str, Any]
 
 
 def build_pod_template(deployment: Deployment, default_image: str) -> Json:
-    """``default_image`` is this project's, for what names none of its own."""
+    """``default_image`` is this project's, for what names none of its own. Of a pod that serves."""
+    return _template(deployment, runtimes.programs(deployment), default_image)
+
+
+def build_worker_template(deployment: Deployment, default_image: str) -> Json:
+    """Of a group's other pods."""
+    return _template(deployment, runtimes.worker_programs(deployment), default_image)
+
+
+def _template(deployment: Deployment, programs: Programs, default_image: str) -> Json:
     template = deployment.pod_template
     metadata: Json = {"labels": {**template.labels, **names.labels(deployment.name)}}
     if template.annotations:
         metadata["annotations"] = template.annotations
-    programs = runtimes.programs(deployment)
     spec: Json = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -102,8 +110,8 @@ def _resources(deployment: Deployment) -> Json:
     limits, requests = dict(deployment.limits), dict(deployment.requests)
     if deployment.accelerator is not None:
         # Extended resources cannot be overcommitted: request and limit are the same.
-        limits[deployment.accelerator] = deployment.tensor_parallel_size
-        requests[deployment.accelerator] = deployment.tensor_parallel_size
+        limits[deployment.accelerator] = deployment.ranks_per_pod
+        requests[deployment.accelerator] = deployment.ranks_per_pod
     return {
         key: {name: str(quantity) for name, quantity in value.items()}
         for key, value in (("limits", limits), ("requests", requests))
@@ -152,7 +160,7 @@ def _volumes(deployment: Deployment) -> list[tuple[Json, Json]]:
                 {"mountPath": names.MODEL_DIR, "readOnly": True},
             )
         )
-    size, several = deployment.shared_memory, deployment.tensor_parallel_size > 1
+    size, several = deployment.shared_memory, deployment.ranks_per_pod > 1
     if size is not None or several or deployment.runtime is RuntimeName.VLLM:
         # Ranks exchange tensors through shared memory, and vLLM's processes their requests (160 MiB
         # for one worker in 0.32); a container's default is 64 MiB.

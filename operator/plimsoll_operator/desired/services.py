@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll_operator import names
-from plimsoll_operator.desired.metadata import owned
+from plimsoll_operator.desired.metadata import owned, serving_labels
 from plimsoll_operator.spec import Deployment
 
 
@@ -16,7 +16,7 @@ def build_service(deployment: Deployment) -> dict[str, Any]:
         "kind": "Service",
         "metadata": owned(deployment, deployment.name),
         "spec": {
-            "selector": names.selector(deployment.name),
+            "selector": serving_labels(deployment),
             "ports": [
                 {
                     "name": "http",

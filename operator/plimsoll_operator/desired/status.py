@@ -15,6 +15,7 @@ from typing import Any
 
 from plimsoll_operator import names
 from plimsoll_operator.checks import View, complete
+from plimsoll_operator.desired.metadata import serving_labels
 from plimsoll_operator.observed import read_status
 from plimsoll_operator.shape import read_time
 from plimsoll_operator.tuning.values import (
@@ -68,7 +69,7 @@ def build_status(report: Report) -> Json:
         {
             "observedGeneration": deployment.generation,
             "url": names.url(deployment.name, deployment.namespace),
-            "selector": names.label_selector(names.selector(deployment.name)),
+            "selector": names.label_selector(serving_labels(deployment)),
             "replicas": len(observed.pods),
             "readyReplicas": serving,
             "updatedReplicas": len(view.rolled),

@@ -227,7 +227,9 @@ def _kept(pods: tuple[Pod, ...], statefulset: StatefulSet) -> int:
 
 
 def is_broken(pod: Pod) -> bool:
-    """It gets no further by itself."""
+    """It, or a member of its group, gets no further by itself."""
+    if any(is_broken(member) for member in pod.members):
+        return True
     if pod.unschedulable is not None or pod.phase == "Failed":
         return True
     container = pod.container

@@ -26,7 +26,7 @@ from plimsoll_operator.runtimes.program import (
     value,
     with_users,
 )
-from plimsoll_operator.spec import Deployment
+from plimsoll_operator.spec import Deployment, KeyRef
 from plimsoll_operator.tuning.values import Parameter
 
 COMMAND = ("python", "-m", "plimsoll_engine")
@@ -64,6 +64,12 @@ def programs(deployment: Deployment) -> Programs:
     )
 
 
+def worker_programs(deployment: Deployment) -> Programs:
+    """The same: the engine learns from LeaderWorkerSet's variables which pod it is in, and answers
+    /health once its ranks have joined."""
+    return programs(deployment)
+
+
 def arguments(deployment: Deployment) -> list[str]:
     """The engine's flags; spec.engine.extraArgs come last."""
     model, engine = deployment.model, deployment.engine
@@ -84,6 +90,8 @@ def arguments(deployment: Deployment) -> list[str]:
         "--limits-file": f"{names.LIMITS_DIR}/{names.LIMITS_KEY}",
         "--shutdown-timeout": f"{deployment.drain:g}",
     }
+    if deployment.in_groups:
+        flags["--group-port"] = names.GROUP_PORT
     if model.revision is not None:
         flags["--revision"] = model.revision
     return [f"{flag}={value}" for flag, value in flags.items()] + list(engine.extra_args)
@@ -110,4 +118,7 @@ def environment(deployment: Deployment) -> tuple[dict[str, Any], ...]:
         variables.append(from_secret("HF_TOKEN", deployment.model.token))
     if deployment.api_key is not None:
         variables.append(from_secret("PLIMSOLL_API_KEY", deployment.api_key))
+    if deployment.in_groups:
+        token = KeyRef(names.control_secret(deployment.name), names.GROUP_TOKEN_KEY)
+        variables.append(from_secret("PLIMSOLL_GROUP_TOKEN", token))
     return with_users(variables, deployment.pod_template.env)

@@ -23,6 +23,7 @@ from plimsoll_operator.runtimes.program import (
     Program,
     Programs,
     compiled_dir,
+    from_field,
     from_limit,
     from_secret,
     http_probe,
@@ -32,8 +33,15 @@ from plimsoll_operator.runtimes.program import (
     value,
     with_users,
 )
-from plimsoll_operator.runtimes.vllm_flags import FITTING_LENGTH, QUIET, flags_for, read_version
-from plimsoll_operator.spec import Deployment
+from plimsoll_operator.runtimes.vllm_flags import (
+    FITTING_LENGTH,
+    QUIET,
+    SEVERAL_NODES_SINCE,
+    Version,
+    flags_for,
+    read_version,
+)
+from plimsoll_operator.spec import Deployment, InvalidSpec
 from plimsoll_operator.tuning.values import Parameter
 
 # By its name: images before 0.11 have another entrypoint than those after it.
@@ -71,6 +79,23 @@ except OSError as error:
 
 def programs(deployment: Deployment) -> Programs:
     return Programs(main=_gate(deployment), before=_engine(deployment))
+
+
+def worker_programs(deployment: Deployment) -> Programs:
+    """vLLM without an API. It has nothing that could be probed: when a rank or its leader is lost it
+    ends by itself, and the group with it."""
+    return Programs(
+        Program(
+            name=names.ENGINE_CONTAINER,
+            image=deployment.image,
+            command=COMMAND,
+            arguments=(*arguments(deployment, rank="$(LWS_WORKER_INDEX)"), "--headless"),
+            environment=environment(deployment),
+            mounts=ENGINE_MOUNTS,
+            serves=False,
+            probes={},
+        )
+    )
 
 
 def _engine(deployment: Deployment) -> Program:
@@ -123,8 +148,9 @@ def _gate(deployment: Deployment) -> Program:
     )
 
 
-def arguments(deployment: Deployment) -> list[str]:
-    """vLLM's flags; spec.engine.extraArgs come last."""
+def arguments(deployment: Deployment, rank: str = "0") -> list[str]:
+    """vLLM's flags; spec.engine.extraArgs come last. ``rank`` is the pod's in its group. Raises InvalidSpec
+    for a version that knows no groups."""
     model, engine = deployment.model, deployment.engine
     version = read_version(deployment.image, deployment.runtime_version)
     flags: dict[str, object] = {
@@ -138,6 +164,10 @@ def arguments(deployment: Deployment) -> list[str]:
         # The gate asks every two seconds; one line each would leave no room for what matters.
         "--uvicorn-log-level": "warning",
     }
+    if deployment.pipeline_parallel_size > 1:
+        flags["--pipeline-parallel-size"] = deployment.pipeline_parallel_size
+    if deployment.in_groups:
+        flags |= _group_flags(deployment, version, rank)
     if engine.names_block_size:
         flags["--block-size"] = engine.block_size
     if deployment.ceiling is not None:
@@ -149,6 +179,26 @@ def arguments(deployment: Deployment) -> list[str]:
     )
     named = [f"{flag}={setting}" for flag, setting in flags.items()]
     return [model_path(model), *named, *by_version, *engine.extra_args]
+
+
+def _group_flags(deployment: Deployment, version: Version | None, rank: str) -> dict[str, object]:
+    """How ranks in several pods find each other; the kubelet puts LeaderWorkerSet's variables in."""
+    if version is None or version < SEVERAL_NODES_SINCE:
+        found = "unknown" if version is None else "{}.{}.{}".format(*version)
+        least = "{}.{}.{}".format(*SEVERAL_NODES_SINCE)
+        raise InvalidSpec(
+            "spec.runtime.version",
+            found,
+            f"from {least} on with spec.parallelism.nodes {deployment.nodes} (before, vLLM needs Ray "
+            "for more than one node)",
+        )
+    return {
+        "--distributed-executor-backend": "mp",
+        "--nnodes": deployment.nodes,
+        "--node-rank": rank,
+        "--master-addr": "$(LWS_LEADER_ADDRESS)",
+        "--master-port": names.GROUP_PORT + 1,
+    }
 
 
 def environment(deployment: Deployment) -> tuple[Json, ...]:
@@ -168,6 +218,9 @@ def environment(deployment: Deployment) -> tuple[Json, ...]:
         value("TMPDIR", TMP_DIR),
         *offline(deployment.model),
     ]
+    if deployment.in_groups:
+        # What other ranks connect to.
+        variables.append(from_field("VLLM_HOST_IP", "status.podIP"))
     if deployment.on_cpu:
         variables.append(from_limit("OMP_NUM_THREADS", "limits.cpu"))
     if deployment.model.token is not None:

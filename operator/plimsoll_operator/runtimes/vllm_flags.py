@@ -28,6 +28,8 @@ class _Row:
 QUIET = _Row("--disable-log-requests", None, (0, 10, 1))
 # The largest length that fits (pull/29431, first in 0.14.0); before, the model's own is the default.
 FITTING_LENGTH = _Row("--max-model-len=auto", (0, 14, 0), None)
+# Ranks in several pods without Ray: the flags of 0.12.0 and later; --headless alone is older.
+SEVERAL_NODES_SINCE: Version = (0, 12, 0)
 
 
 def flags_for(version: Version | None, *rows: _Row) -> list[str]:

@@ -122,7 +122,7 @@ def _from_gate(pod: Pod, gate: Container) -> Failure | None:
 
 def _from_termination(pod: Pod, container: Container) -> Failure | None:
     end = container.termination
-    if end is None or pod.deleting:
+    if end is None or (pod.deleting and not pod.ended_before):
         return None
     # The n-th death of this pod's container, also while the kubelet still counts n - 1 restarts.
     death = container.restarts + 1 if container.ended else container.restarts
