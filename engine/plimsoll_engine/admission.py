@@ -213,15 +213,7 @@ def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None
     if state.draining:
         return Refused(503, RefusalReason.DRAINING, "The engine is shutting down.")
     if total > state.length_now:
-        return Refused(
-            429,
-            RefusalReason.OVER_ADMITTED_LENGTH,
-            f"Requests of more than {state.length_now} tokens are not admitted at this moment "
-            f"(this one: {prompt_tokens} input and {max_tokens} output tokens; up to "
-            f"{state.length_ever} at other times). Please retry later.",
-            param="input_tokens",
-            retry_after=_RETRY_AFTER_LENGTH,
-        )
+        return refuse_for_now(state, longest)
     if not state.has_place_for(state.queue_behind(prompts)):
         waiting = state.queue_behind(())
         return Refused(
@@ -233,3 +225,16 @@ def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None
             retry_after=_RETRY_AFTER_QUEUE,
         )
     return None
+
+
+def refuse_for_now(state: AdmissionState, lengths: Lengths) -> Refused:
+    """What is within the ceiling and over the length of this moment."""
+    return Refused(
+        429,
+        RefusalReason.OVER_ADMITTED_LENGTH,
+        f"Requests of more than {state.length_now} tokens are not admitted at this moment "
+        f"(this one: {lengths.prompt_tokens} input and {lengths.max_tokens} output tokens; up to "
+        f"{state.length_ever} at other times). Please retry later.",
+        param="input_tokens",
+        retry_after=_RETRY_AFTER_LENGTH,
+    )

@@ -222,6 +222,9 @@ class EngineCore:
         self._received.add(request.request_id)
 
         def send(output: RequestOutput) -> None:
+            if output.refused is not None:
+                with self._changed:
+                    self._refused[output.refused.reason] += 1
             try:
                 sink(output)
             finally:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plimsoll_engine.admission import AdmissionState
+from plimsoll_engine.admission import AdmissionState, Lengths, refuse_for_now
 from plimsoll_engine.batch_budget import BatchBudget
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.config import EngineConfig
@@ -110,15 +110,18 @@ class EngineLoop:
         return bool(self._live)
 
     def add(self, request: Request, sink: Sink) -> None:
-        """The request has been admitted; its id is not in use."""
-        total = len(request.prompt_token_ids) + request.params.max_tokens
+        """The request has been admitted; its id is not in use. It runs to its end however the
+        limits move from here on. Only when the pool shrank below it while it came here, and the
+        memory is gone already, is it refused after all."""
+        lengths = Lengths(len(request.prompt_token_ids), request.params.max_tokens)
         try:
-            self._resizer.make_fit(self._scheduler.blocks_for(total))
+            self._resizer.make_fit(self._scheduler.blocks_for(lengths.total))
         except AllocationFailure as failure:
+            log.warning("request %s is refused late: %s", request.request_id, failure)
             output = RequestOutput(
                 request.request_id,
                 finish_reason=FinishReason.ERROR,
-                error=f"the pool shrank below this request while it was accepted: {failure}",
+                refused=refuse_for_now(self.admission_state(), lengths),
             )
             _send(sink, output)
             return

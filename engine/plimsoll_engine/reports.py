@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from plimsoll_engine.admission import RefusalReason
+from plimsoll_engine.admission import RefusalReason, Refused
 from plimsoll_engine.executor import DeviceMemory, ModelLimits, TokenLogprob
 from plimsoll_engine.limits import Limits, LimitsOutcome
 
@@ -43,8 +43,9 @@ class RequestOutput:
     # Unix seconds; None while it has never been scheduled.
     first_scheduled_time: float | None = None
     preemptions: int = 0
-    # What went wrong, with FinishReason.ERROR.
+    # With FinishReason.ERROR: what went wrong, or why the request was refused after it was accepted.
     error: str | None = None
+    refused: Refused | None = None
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,11 @@ class _Choice:
         )
 
     def read(self, output: RequestOutput) -> ChoiceDelta:
-        """Raises ApiError(500) when the engine failed on this request."""
+        """Raises ApiError: 500 when the engine failed on this request, or why it was refused."""
         if output.finish_reason is FinishReason.ERROR:
             self.finished = True
+            if output.refused is not None:
+                raise refused(output.refused)
             raise ApiError(500, output.error or "The engine failed on this request")
         token_ids = output.new_token_ids
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
