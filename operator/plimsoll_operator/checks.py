@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from plimsoll_operator import names
-from plimsoll_operator.observed import Observed, Pod
+from plimsoll_operator.observed import Observed, Pod, Unusable
 from plimsoll_operator.tuning.failures import classify
 from plimsoll_operator.tuning.values import Failure, FailureClass, Status, Verdict
 
@@ -40,12 +40,18 @@ _PRECEDENCE = (
 MISSING_SECONDS = 30.0
 NOT_CREATED = "PodsNotCreated"
 
-_LWS_MANIFEST = "https://github.com/kubernetes-sigs/lws/releases/download/v0.8.0/manifests.yaml"
-# By kind: what needs it, and how it comes into the cluster.
-_INSTALLED_BY = {
+# By kind of another project: the field that asks for it, what installs it, and the chart's value.
+_SIGS = "https://github.com/kubernetes-sigs"
+_FROM_ELSEWHERE = {
     "LeaderWorkerSet": (
-        "spec.parallelism.nodes is more than 1",
-        f"install it: kubectl apply --server-side -f {_LWS_MANIFEST}",
+        "spec.parallelism.nodes",
+        f"{_SIGS}/lws/releases/download/v0.8.0/manifests.yaml",
+        "leaderWorkerSet",
+    ),
+    "InferencePool": (
+        "spec.inferencePool",
+        f"{_SIGS}/gateway-api-inference-extension/releases/download/v1.3.0/manifests.yaml",
+        "inferencePool",
     ),
 }
 
@@ -74,6 +80,8 @@ class View:
     waiting: Violation | None = None
     # What the rollout waits for, in words.
     rollout: str = ""
+    # What else the spec asks for and is not there; the engines serve without it.
+    lacking: Violation | None = None
 
     @property
     def wanted(self) -> int:
@@ -125,12 +133,19 @@ def _from_cause_to_symptom(failure: Failure) -> tuple[bool, int, float]:
     return lost_another, _PRECEDENCE.index(failure.failure_class), failure.at or 0.0
 
 
-def unserved_kinds(observed: Observed) -> Violation | None:
-    """What the spec asks for and the cluster does not have."""
-    for kind in observed.unserved:
-        what, command = _INSTALLED_BY[kind]
-        return Violation(f"{kind}NotInstalled", f"{what}: this cluster has no {kind}; {command}")
-    return None
+def find_unusable(observed: Observed, kind: str) -> Violation | None:
+    """Of what the spec asks for and cannot be had, how it is had."""
+    why = observed.unusable.get(kind)
+    if why is None:
+        return None
+    field, install, value = _FROM_ELSEWHERE[kind]
+    if why is Unusable.FORBIDDEN:
+        message = f"the operator may not make a {kind}; helm upgrade with {value}.enabled=true"
+    else:
+        message = (
+            f"this cluster has no {kind}; install it: kubectl apply --server-side -f {install}"
+        )
+    return Violation(f"{kind}{why}", f"{field} is set: {message}")
 
 
 def current_failures(pods: Iterable[Pod], failures: Iterable[Failure]) -> tuple[Failure, ...]:
@@ -257,7 +272,7 @@ def _unready(view: View) -> Violation:
 
 
 def _degraded(view: View) -> Verdict:
-    trouble = view.stall or _trouble(view)
+    trouble = view.stall or _trouble(view) or view.lacking
     if trouble is not None:
         return Verdict("Degraded", Status.TRUE, trouble.reason, trouble.message)
     return Verdict("Degraded", Status.FALSE, "AsExpected", "no replica is in trouble")

@@ -22,6 +22,7 @@ from plimsoll_operator.observed import (
     Observed,
     Pod,
     StatefulSet,
+    Unusable,
     read_status,
     seconds,
 )
@@ -72,11 +73,17 @@ async def observe(reader: Reader, cluster: Cluster, resource: Json, engine_image
     if not deployment.in_groups and found[api.STATEFUL_SET.kind, deployment.name] is None:
         # It may have been in groups before.
         found[group] = await cluster.get(api.LEADER_WORKER_SET, namespace, group[1])
-    unserved: tuple[str, ...] = ()
+    unusable: dict[str, Unusable] = {}
+    if deployment.endpoint_picker is not None or "inferencePool" in read_status(resource):
+        pool = await _observe_pool(cluster, namespace, deployment.name)
+        if not isinstance(pool, Unusable):
+            found[api.INFERENCE_POOL.kind, deployment.name] = pool
+        elif deployment.endpoint_picker is not None:
+            unusable[api.INFERENCE_POOL.kind] = pool
     if deployment.in_groups:
         statefulset, parsed = await _observe_groups(cluster, resource, deployment, found, pods)
         if statefulset is None and not await cluster.serves(api.LEADER_WORKER_SET):
-            unserved = (api.LEADER_WORKER_SET.kind,)
+            unusable[api.LEADER_WORKER_SET.kind] = Unusable.NOT_INSTALLED
     else:
         statefulset, parsed = _observe_pods(found[api.STATEFUL_SET.kind, deployment.name], pods)
     return Observed(
@@ -89,8 +96,22 @@ async def observe(reader: Reader, cluster: Cluster, resource: Json, engine_image
         credentials=None if secret is None else read_credentials(secret),
         profile=profile,
         prefetch_pods=await _pods_of_prefetch(reader, deployment) if fetches else (),
-        unserved=unserved,
+        unusable=unusable,
     )
+
+
+async def _observe_pool(cluster: Cluster, namespace: str, name: str) -> Json | Unusable | None:
+    found: Json | Unusable | None
+    try:
+        found = await cluster.get(api.INFERENCE_POOL, namespace, name)
+    except ApiError as error:
+        # Whether there is such a kind is not told to who may not read it.
+        if error.status != 403:
+            raise
+        found = Unusable.FORBIDDEN
+    if isinstance(found, dict) or await cluster.serves(api.INFERENCE_POOL):
+        return found
+    return Unusable.NOT_INSTALLED
 
 
 def _observe_pods(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from plimsoll_operator import shape
@@ -68,6 +69,7 @@ _STATUS_SHAPE = shape.record(
         ),
         "load": shape.record({"time": shape.time}),
         "prefetch": shape.record({"completed": shape.text}),
+        "inferencePool": shape.text,
         "tuning": shape.record({}),
         "oom": shape.record({}),
     }
@@ -174,6 +176,13 @@ class StatefulSet:
     foreign: bool = False
 
 
+class Unusable(StrEnum):
+    """Why a kind of another project is of no use here; the end of a condition's reason."""
+
+    NOT_INSTALLED = "NotInstalled"
+    FORBIDDEN = "Forbidden"
+
+
 @dataclass(frozen=True)
 class Observed:
     """``resource`` is the LLMDeployment as read, ``children`` every child by kind and name (None:
@@ -190,8 +199,8 @@ class Observed:
     profile: Json | None = None
     # Pods of the Job that fetches the model, as the API server has them.
     prefetch_pods: tuple[Json, ...] = ()
-    # Kinds that the spec asks for and that the API server does not serve.
-    unserved: tuple[str, ...] = ()
+    # Kinds of other projects that the spec asks for and that cannot be used, with the reason.
+    unusable: Mapping[str, Unusable] = field(default_factory=dict)
 
     @property
     def status(self) -> Json:

@@ -145,7 +145,10 @@ async def reconcile(
     readings = await engines.read(deployment, serving)
     failures = _failures(observed)
     applied = _has_template(observed, template)
-    conflict = checks.foreign_children(observed) or checks.unserved_kinds(observed)
+    conflict = checks.foreign_children(observed) or checks.find_unusable(
+        observed, api.LEADER_WORKER_SET.kind
+    )
+    lacking = checks.find_unusable(observed, api.INFERENCE_POOL.kind)
 
     # 2. Tune.
     learned = read_learned(observed.profile)
@@ -205,6 +208,8 @@ async def reconcile(
         operator_namespace=operator_namespace,
     )
     children[job] = fetch.job
+    if lacking is not None:
+        del children[api.INFERENCE_POOL.kind, deployment.name]
     if fetch.holds:
         # What makes the pods stays as it is, or absent, until the model is there.
         children = {key: body for key, body in children.items() if key[0] not in WORKLOADS}
@@ -264,6 +269,7 @@ async def reconcile(
         now=now,
         missing_since=missing_since,
         waiting=fetch.waiting,
+        lacking=lacking,
         rollout=rollout["message"] if step.reason is StepReason.CANARY else "",
     )
     status = build_status(

@@ -22,6 +22,8 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.90
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
+# The extension's own endpoint picker listens there.
+DEFAULT_PICKER_PORT = 9002
 # Weights of hundreds of gigabytes take long; an engine that cannot start exits by itself.
 DEFAULT_STARTUP_SECONDS = 3600.0
 
@@ -141,6 +143,15 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class EndpointPicker:
+    """A Service in the deployment's namespace; ``failure_mode`` is InferencePool's own word."""
+
+    name: str
+    port: int
+    failure_mode: str
+
+
+@dataclass(frozen=True)
 class PodTemplate:
     """Passed through to the pods; nested values are Kubernetes' own structures."""
 
@@ -188,6 +199,8 @@ class Deployment:
     pipeline_parallel_size: int = 1
     # Pods that hold one replica's ranks together; 1: each pod is a replica.
     nodes: int = 1
+    # None: the engines are in no InferencePool.
+    endpoint_picker: EndpointPicker | None = None
 
     @property
     def in_groups(self) -> bool:
@@ -249,6 +262,7 @@ class Deployment:
             canary=CanaryMode(rollout.get("canary", CanaryMode.PROBE)),
             pipeline_parallel_size=parallelism.get("pipeline", 1),
             nodes=parallelism.get("nodes", 1),
+            endpoint_picker=_endpoint_picker(spec.get("inferencePool")),
         )
 
 
@@ -345,6 +359,17 @@ def _pod_template(template: Json) -> PodTemplate:
         container_security_context=template.get("containerSecurityContext", {}),
         env=tuple(template.get("env", ())),
         patch=template.get("patch", {}),
+    )
+
+
+def _endpoint_picker(pool: Json | None) -> EndpointPicker | None:
+    if pool is None:
+        return None
+    reference = pool["endpointPickerRef"]
+    return EndpointPicker(
+        reference["name"],
+        reference.get("port", DEFAULT_PICKER_PORT),
+        reference.get("failureMode", "FailClose"),
     )
 
 

@@ -16,7 +16,13 @@ import yaml
 
 from plimsoll_local.binaries import Binaries, ensure_binaries
 from plimsoll_operator.cli.mode import MODE_ANNOTATION
-from plimsoll_operator.cli.permissions import GROUP_RULES, OPERATOR_RULES, Rule, accesses
+from plimsoll_operator.cli.permissions import (
+    GROUP_RULES,
+    OPERATOR_RULES,
+    POOL_RULES,
+    Rule,
+    accesses,
+)
 from support.apiserver import ApiServer, ScriptedEngines, operator_in_process
 from support.kubelet import FakeKubelet
 
@@ -199,8 +205,9 @@ async def test_the_doctor_finds_what_is_missing(
 
     assert granted(roles) == wanted(OPERATOR_RULES)
     # With what only some LLMDeployments ask for.
-    bodies = render_chart(binaries, server.namespace, "leaderWorkerSet.enabled=true")
-    assert granted(bodies) == wanted((*OPERATOR_RULES, *GROUP_RULES))
+    further = ("leaderWorkerSet.enabled=true", "inferencePool.enabled=true")
+    bodies = render_chart(binaries, server.namespace, *further)
+    assert granted(bodies) == wanted((*OPERATOR_RULES, *GROUP_RULES, *POOL_RULES))
 
 
 def wanted(rules: Iterable[Rule]) -> set[tuple[str, str, str]]:

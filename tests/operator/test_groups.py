@@ -13,7 +13,7 @@ from plimsoll_operator.desired import build_children, build_template
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.groups import read_group, read_groups, read_leader_worker_set
 from plimsoll_operator.observe import read_credentials
-from plimsoll_operator.observed import Pod, StatefulSet
+from plimsoll_operator.observed import Pod, StatefulSet, Unusable
 from plimsoll_operator.plan import Step, StepReason, is_broken, next_step
 from plimsoll_operator.spec import InvalidSpec
 from plimsoll_operator.tuning.values import FailureClass, Limits
@@ -21,6 +21,7 @@ from support.resources import NOW, deployment, llmdeployment, observed, pod_body
 
 Json = dict[str, Any]
 IMAGE = "plimsoll/engine:0.1.0"
+POOL = {"endpointPickerRef": {"name": "epp"}}
 TWO_NODES = {"tensor": 4, "nodes": 2}
 GPU = {"resourceName": "nvidia.com/gpu"}
 VLLM = {"name": "VLLM", "image": "vllm/vllm-openai:v0.12.0"}
@@ -380,10 +381,51 @@ class TestTheWorkload:
         assert (step.reason, step.replicas, step.partition) == (StepReason.CANARY, 2, 1)
 
 
-def test_a_cluster_without_the_kind_is_told_how_to_get_it() -> None:
-    without = replace(observed(llmdeployment(parallelism=TWO_NODES)), unserved=("LeaderWorkerSet",))
-    found = checks.unserved_kinds(without)
+@pytest.mark.parametrize(
+    ("kind", "why", "says"),
+    [
+        (
+            "LeaderWorkerSet",
+            Unusable.NOT_INSTALLED,
+            "kubectl apply --server-side -f https://github",
+        ),
+        ("InferencePool", Unusable.NOT_INSTALLED, "kubectl apply --server-side -f https://github"),
+        ("InferencePool", Unusable.FORBIDDEN, "helm upgrade with inferencePool.enabled=true"),
+    ],
+)
+def test_a_cluster_without_a_kind_is_told_how_to_get_it(
+    kind: str, why: Unusable, says: str
+) -> None:
+    found = checks.find_unusable(replace(observed(), unusable={kind: why}), kind)
     assert found is not None
-    assert found.reason == "LeaderWorkerSetNotInstalled"
-    assert "kubectl apply --server-side -f https://github.com/kubernetes-sigs/lws/" in found.message
-    assert checks.unserved_kinds(observed()) is None
+    assert found.reason == f"{kind}{why}"
+    assert says in found.message
+    assert checks.find_unusable(observed(), kind) is None
+
+
+class TestThePool:
+    def test_a_gateway_routes_to_the_pods_that_serve(self) -> None:
+        single = child("InferencePool assistant", parallelism={}, inferencePool=POOL)["spec"]
+        assert single["selector"] == {"matchLabels": names.selector("assistant")}
+        assert single["targetPorts"] == [{"number": 8000}]
+        picker = {"name": "epp", "port": {"number": 9002}, "failureMode": "FailClose"}
+        assert single["endpointPickerRef"] == picker
+        grouped = child("InferencePool assistant", inferencePool=POOL)["spec"]["selector"]
+        assert grouped["matchLabels"][names.ROLE_LABEL] == names.LEADER_ROLE
+
+    def test_there_is_none_unless_it_is_asked_for(self) -> None:
+        assert children()["InferencePool assistant"] is None
+
+    def test_without_the_kind_the_engines_serve_and_it_is_degraded(self) -> None:
+        view = checks.View(
+            observed=replace(observed(), unusable={"InferencePool": Unusable.NOT_INSTALLED}),
+            failures=(),
+            applied=True,
+            stall=None,
+            now=NOW,
+            lacking=checks.Violation("InferencePoolNotInstalled", "there is none"),
+        )
+        by_type = {verdict.type: verdict for verdict in checks.judge(view)}
+        assert by_type["Degraded"].reason == "InferencePoolNotInstalled"
+        assert by_type["Stalled"].status == "False"
+        assert by_type["Ready"].reason != "InferencePoolNotInstalled"

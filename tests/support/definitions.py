@@ -47,3 +47,9 @@ LEADER_WORKER_SET = Definition(
     "h1:DdhJ8QabwTfWgbgaHH2gdf8twliioHaoSfmDXRYEVU0=",
     "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",
 )
+INFERENCE_POOL = Definition(
+    "sigs.k8s.io/gateway-api-inference-extension",
+    "v1.3.0",
+    "h1:Ng2Qs1Oum4WycuWyi3rOkAC7pZ2aDqgN2ku6Lr/mryQ=",
+    "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+)

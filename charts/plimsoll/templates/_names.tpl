@@ -50,3 +50,11 @@ true
 true
 {{- end -}}
 {{- end -}}
+
+{{/* "true" when the operator may make InferencePools, else empty. */}}
+{{- define "plimsoll.inferencePool" -}}
+{{- $wanted := .Values.inferencePool.enabled | toString -}}
+{{- if or (eq $wanted "true") (and (eq $wanted "auto") (.Capabilities.APIVersions.Has "inference.networking.k8s.io/v1")) -}}
+true
+{{- end -}}
+{{- end -}}

@@ -57,6 +57,11 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+{{- if include "plimsoll.inferencePool" . }}
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, create, patch, delete]
+{{- end }}
 # Engine pods are made by the StatefulSet; a broken one is deleted to be made anew.
 - apiGroups: [""]
   resources: [pods]

@@ -94,7 +94,11 @@ def _further_rules(server: Server) -> tuple[Rule, ...]:
     except CommandError:
         return ()
     in_groups = any(spec.get("parallelism", {}).get("nodes", 1) > 1 for spec in specs)
-    return permissions.GROUP_RULES if in_groups else ()
+    in_pools = any("inferencePool" in spec for spec in specs)
+    return (
+        *(permissions.GROUP_RULES if in_groups else ()),
+        *(permissions.POOL_RULES if in_pools else ()),
+    )
 
 
 def _ask(server: Server, reviews: str, body: Json) -> bool | None:

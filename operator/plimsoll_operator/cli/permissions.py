@@ -101,6 +101,10 @@ OPERATOR_RULES = (
 GROUP_RULES = (
     Rule("leaderworkerset.x-k8s.io", ("leaderworkersets",), ("create", "patch", "delete")),
 )
+# And where its inferencePool is.
+POOL_RULES = (
+    Rule("inference.networking.k8s.io", ("inferencepools",), ("get", "create", "patch", "delete")),
+)
 
 # Without the first nothing is shown; without one of the others a command or two do not work.
 USER_READS = Rule(names.GROUP, (names.PLURAL,), ("get", "list"))

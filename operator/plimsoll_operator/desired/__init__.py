@@ -11,6 +11,7 @@ from typing import Any
 from plimsoll_operator import names
 from plimsoll_operator.desired.control_secret import build_control_secret
 from plimsoll_operator.desired.disruption_budget import build_disruption_budget
+from plimsoll_operator.desired.inference_pool import build_inference_pool
 from plimsoll_operator.desired.leader_worker_set import (
     build_group_template,
     build_leader_worker_set,
@@ -74,6 +75,7 @@ def build_children(
         ("Service", name): build_service(deployment),
         ("PodDisruptionBudget", name): build_disruption_budget(deployment),
         ("NetworkPolicy", name): build_network_policy(deployment, operator_namespace),
+        ("InferencePool", name): build_inference_pool(deployment),
         **_workload(deployment, step, template),
     }
 

@@ -84,6 +84,8 @@ def build_status(report: Report) -> Json:
             "revision": _revision(report),
             "rollout": report.rollout,
             "load": _load(report),
+            # By it the pool is looked for, and removed, when the spec asks for none any more.
+            "inferencePool": deployment.name if deployment.endpoint_picker else None,
             **report.recorded,
         }
     )
