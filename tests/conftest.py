@@ -45,6 +45,7 @@ CLUSTERS = {
         "test_agent_pods",
         "test_vllm_runtime",
         "test_groups_served",
+        "test_credentials_rotated",
     ),
 }
 GROUPS = {stem: group for group, stems in CLUSTERS.items() for stem in stems}

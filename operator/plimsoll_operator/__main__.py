@@ -19,10 +19,13 @@ from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.controller import DEFAULT_ENGINE_IMAGE, Controller, Options
 from plimsoll_operator.endpoints import Readiness, serve
 from plimsoll_operator.leadership import Leadership, LeadershipLostError, LeaseName
+from plimsoll_operator.spec import InvalidSpec, parse_duration
 from plimsoll_operator.telemetry import Telemetry
 
 DEFAULT_HEALTH_PORT = 8080
 DEFAULT_LEASE_NAME = "plimsoll"
+DEFAULT_ROTATION = "720h"
+SHORTEST_ROTATION_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,14 @@ def parse_arguments(
         help="open the engines' control port to the operator's pods in POD_NAMESPACE alone",
     )
     parser.add_argument(
+        "--rotate-credentials-after",
+        type=_interval,
+        default=DEFAULT_ROTATION,
+        metavar="DURATION",
+        help="age at which certificate and token of an engine's control channel are replaced, such as "
+        f"720h; 0s: never (default {DEFAULT_ROTATION})",
+    )
+    parser.add_argument(
         "--leader-elect",
         action="store_true",
         help="work only while holding a Lease; several operators stand by for each other",
@@ -90,6 +101,19 @@ def parse_arguments(
     return options
 
 
+def _interval(text: str) -> float | None:
+    """None for never. Engines that have not read one Secret must not miss two."""
+    try:
+        seconds = parse_duration("--rotate-credentials-after", text)
+    except InvalidSpec as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if 0 < seconds < SHORTEST_ROTATION_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not allowed; expected 0s (never), or {SHORTEST_ROTATION_SECONDS:g}s and more"
+        )
+    return seconds or None
+
+
 def quiet() -> None:
     """Leaves the log to what was decided (report.py) and to what goes wrong: kopf would add a line
     for every watch event, aiohttp one for every probe."""
@@ -105,7 +129,12 @@ async def run(options: argparse.Namespace) -> None:
     async def work() -> None:
         telemetry.leader.set(1)
         controller = Controller(
-            Options(options.engine_image, tuple(options.namespace), options.operator_namespace),
+            Options(
+                options.engine_image,
+                tuple(options.namespace),
+                options.operator_namespace,
+                options.rotate_credentials_after,
+            ),
             telemetry=telemetry,
         )
         await kopf.operator(

@@ -7,8 +7,9 @@ address lives no longer than the pod, and one handshake per change is cheap.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import grpc
 
@@ -36,6 +37,11 @@ _KINDS = {
     pb.REJECTED: OutcomeKind.REJECTED,
 }
 _DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+# Of a failed handshake, and of a connection that is refused.
+_NO_CHANNEL = grpc.StatusCode.UNAVAILABLE
+
+Answer = TypeVar("Answer")
+Metadata = tuple[tuple[str, str], ...]
 
 
 def control_address(ip: str, port: int = names.CONTROL_PORT) -> str:
@@ -54,11 +60,15 @@ async def set_limits(
 ) -> LimitsOutcome:
     """Asks the engine at ``address`` to put ``limits`` in force; repeating it does no harm."""
     request = pb.SetLimitsRequest(revision=revision, limits=limits_to_wire(limits))
+
+    async def send(engine: rpc.EngineControlStub, metadata: Metadata) -> pb.SetLimitsResponse:
+        answer: pb.SetLimitsResponse = await engine.SetLimits(
+            request, timeout=deadline, metadata=metadata
+        )
+        return answer
+
     try:
-        async with _engine(address, credentials) as engine:
-            answer = await engine.SetLimits(
-                request, timeout=deadline, metadata=_metadata(credentials)
-            )
+        answer = await _ask(address, credentials, send)
     except grpc.aio.AioRpcError as error:
         denied = error.code() in _DENIED
         kind = OutcomeKind.UNAUTHENTICATED if denied else OutcomeKind.UNREACHABLE
@@ -79,12 +89,16 @@ async def get_memory_report(
     address: str, credentials: Credentials, *, pod: str, deadline: float = DEADLINE
 ) -> pb.MemoryReport | Unknown:
     """What the engine planned, what it uses and the limits in force."""
+
+    async def send(engine: rpc.EngineControlStub, metadata: Metadata) -> pb.MemoryReport:
+        request = pb.GetMemoryReportRequest()
+        report: pb.MemoryReport = await engine.GetMemoryReport(
+            request, timeout=deadline, metadata=metadata
+        )
+        return report
+
     try:
-        async with _engine(address, credentials) as engine:
-            report: pb.MemoryReport = await engine.GetMemoryReport(
-                pb.GetMemoryReportRequest(), timeout=deadline, metadata=_metadata(credentials)
-            )
-            return report
+        return await _ask(address, credentials, send)
     except grpc.aio.AioRpcError as error:
         timed_out = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         reason = UnknownReason.TIMED_OUT if timed_out else UnknownReason.UNREACHABLE
@@ -111,6 +125,23 @@ def limits_from_wire(limits: pb.Limits) -> Limits:
     )
 
 
+async def _ask(
+    address: str,
+    credentials: Credentials,
+    send: Callable[[rpc.EngineControlStub, Metadata], Awaitable[Answer]],
+) -> Answer:
+    """By the credentials before, where the engine has not got the new ones yet: it then refuses the
+    token, or shows a certificate that the new one does not vouch for."""
+    try:
+        async with _engine(address, credentials) as engine:
+            return await send(engine, _metadata(credentials))
+    except grpc.aio.AioRpcError as error:
+        if credentials.previous is None or error.code() not in (*_DENIED, _NO_CHANNEL):
+            raise
+    async with _engine(address, credentials.previous) as engine:
+        return await send(engine, _metadata(credentials.previous))
+
+
 @asynccontextmanager
 async def _engine(address: str, credentials: Credentials) -> AsyncIterator[rpc.EngineControlStub]:
     secured = grpc.ssl_channel_credentials(root_certificates=credentials.certificate)
@@ -120,7 +151,7 @@ async def _engine(address: str, credentials: Credentials) -> AsyncIterator[rpc.E
         yield rpc.EngineControlStub(channel)  # type: ignore[no-untyped-call]  # generated code
 
 
-def _metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:
+def _metadata(credentials: Credentials) -> Metadata:
     return (("authorization", f"Bearer {credentials.token.decode()}"),)
 
 

@@ -33,11 +33,13 @@ DEFAULT_ENGINE_IMAGE = f"plimsoll/engine:{__version__}"
 class Options:
     """``engine_image`` serves deployments that name none. ``namespaces`` are watched, none named: all; what lies
     outside is not even asked for, since it needs rights of the whole cluster.
-    ``operator_namespace``: the control channel is open to the operator's pods there alone."""
+    ``operator_namespace``: the control channel is open to the operator's pods there alone.
+    ``rotate_after``: seconds that its credentials are used for, None: for ever."""
 
     engine_image: str = DEFAULT_ENGINE_IMAGE
     namespaces: tuple[str, ...] = ()
     operator_namespace: str | None = None
+    rotate_after: float | None = None
 
     @property
     def clusterwide(self) -> bool:
@@ -146,6 +148,7 @@ class Controller:
             key,
             engine_image=self._options.engine_image,
             operator_namespace=self._options.operator_namespace,
+            rotate_after=self._options.rotate_after,
             carried=self._carried.get(key),
             now=now,
             remembered=self._caches,

@@ -1,8 +1,12 @@
 """Makes what the control channel is secured with: a self-signed certificate and a bearer token.
 
-In: the name of an LLMDeployment and the time. Out: :class:`Credentials`, made once per deployment
-and kept in its Secret. The certificate is its own authority: client and server hold the same one,
-and it names no address, because pods come and go; the client asks for SERVER_NAME instead.
+In: the name of an LLMDeployment and the time. Out: :class:`Credentials`, kept in the deployment's Secret.
+The certificate is its own authority: client and server hold the same one, and it names no address,
+because pods come and go; the client asks for SERVER_NAME instead.
+
+Rotation: new ones are put into the Secret, with the certificate and token before them. The kubelet hands
+a changed Secret on within a minute or two, and engines read it with every handshake and call, so no pod
+is restarted; until OVERLAP_SECONDS have passed the client tries both (control.py).
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from plimsoll_operator.observed import Credentials
 from plimsoll_operator.spec import Deployment
 
 SERVER_NAME = "engine.plimsoll.dev"
-# The channel ends with the deployment; a renewal would restart every engine for no gain.
+# Of a deployment whose credentials are not rotated the channel must outlast everything.
 VALIDITY = datetime.timedelta(days=10 * 365)
 CLOCK_SKEW = datetime.timedelta(hours=1)
+# A kubelet hands a Secret on within its sync period and the life of its cache: 2 minutes by default.
+OVERLAP_SECONDS = 600.0
 
 # All that parsing raises.
 _UNREADABLE = (
@@ -36,14 +42,27 @@ _UNREADABLE = (
 )
 
 
-def complete_credentials(
-    found: Credentials | None, deployment: Deployment, now: float
+def renew_credentials(
+    found: Credentials | None, deployment: Deployment, now: float, *, rotate_after: float | None
 ) -> Credentials:
-    """Those that were found, with what they lack."""
+    """Those that were found, if they are younger than ``rotate_after`` seconds (None: any), with what
+    they lack."""
     credentials = found or make_credentials(deployment.name, now)
+    age = now - _made_at(credentials)
+    if rotate_after is not None and age >= rotate_after:
+        previous = Credentials(credentials.certificate, b"", credentials.token)
+        fresh = make_credentials(deployment.name, now)
+        credentials = replace(fresh, group=credentials.group, previous=previous)
+    elif age >= OVERLAP_SECONDS:
+        credentials = replace(credentials, previous=None)
     if deployment.in_groups and not credentials.group:
         return replace(credentials, group=make_token())
     return credentials
+
+
+def _made_at(credentials: Credentials) -> float:
+    certificate = x509.load_pem_x509_certificate(credentials.certificate)
+    return (certificate.not_valid_before_utc + CLOCK_SKEW).timestamp()
 
 
 def make_credentials(deployment: str, now: float) -> Credentials:

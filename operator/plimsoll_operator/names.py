@@ -48,6 +48,8 @@ SERVICE_PORT = 80
 
 CONTROL_DIR = "/etc/plimsoll/control"
 GROUP_TOKEN_KEY = "group-token"
+PREVIOUS_CERTIFICATE = "previous.crt"
+PREVIOUS_TOKEN = "previous-token"
 LIMITS_DIR = "/etc/plimsoll/limits"
 LIMITS_KEY = "limits.json"
 HF_HOME = "/models"

@@ -206,10 +206,14 @@ def read_credentials(secret: Json) -> Credentials | None:
         certificate, key, token = (
             base64.b64decode(data[name], validate=True) for name in ("tls.crt", "tls.key", "token")
         )
-        group = base64.b64decode(data.get(names.GROUP_TOKEN_KEY, ""), validate=True)
+        group, *before = (
+            base64.b64decode(data.get(name, ""), validate=True)
+            for name in (names.GROUP_TOKEN_KEY, names.PREVIOUS_CERTIFICATE, names.PREVIOUS_TOKEN)
+        )
     except (KeyError, TypeError, ValueError):
         return None
-    found = Credentials(certificate, key, token, group)
+    previous = Credentials(before[0], b"", before[1]) if all(before) else None
+    found = Credentials(certificate, key, token, group, previous)
     return found if are_usable(found) else None
 
 

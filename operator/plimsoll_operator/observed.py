@@ -90,12 +90,14 @@ def seconds(timestamp: str) -> float:
 @dataclass(frozen=True)
 class Credentials:
     """PEM certificate and key of the engines' control channel, and the bearer token. ``group`` is the token
-    with which the pods of a group know each other; it stays for as long as the Secret does."""
+    with which the pods of a group know each other; it stays for as long as the Secret does. ``previous`` are
+    those before the last rotation, without their key: engines may still have them."""
 
     certificate: bytes
     key: bytes
     token: bytes = field(repr=False)
     group: bytes = field(default=b"", repr=False)
+    previous: Credentials | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from plimsoll_operator.apply import (
 )
 from plimsoll_operator.checks import Violation
 from plimsoll_operator.cluster import Cluster
-from plimsoll_operator.credentials import complete_credentials
+from plimsoll_operator.credentials import renew_credentials
 from plimsoll_operator.desired import (
     WORKLOADS,
     build_children,
@@ -72,6 +72,12 @@ logger = logging.getLogger(__name__)
 INVALID_INTERVAL_SECONDS = 60.0
 
 
+_ROTATED = Event(
+    "CredentialsRotated",
+    "the control channel has a new certificate and token, which engines take over without a restart",
+)
+
+
 @dataclass(frozen=True)
 class Carried:
     """May be lost at any time: the tuner's state is in status too, the answers come again, and an
@@ -104,6 +110,7 @@ async def reconcile(
     *,
     engine_image: str,
     operator_namespace: str | None = None,
+    rotate_after: float | None = None,
     carried: Carried | None,
     now: float,
     remembered: Reader | None = None,
@@ -112,6 +119,7 @@ async def reconcile(
 
     Seven steps: observe, tune, plan, build, apply, check and report, move the engines' limits.
     Every step decides from what this pass observed, so a pass that was cut off is simply repeated.
+    Credentials of the control channel are rotated ``rotate_after`` seconds after they were made (None: never).
     ``remembered`` answers without asking the cluster and may be behind: as soon as there is anything to
     write, the pass begins anew and looks for itself.
     """
@@ -123,6 +131,7 @@ async def reconcile(
             key,
             engine_image=engine_image,
             operator_namespace=operator_namespace,
+            rotate_after=rotate_after,
             carried=carried,
             now=now,
         )
@@ -197,7 +206,9 @@ async def reconcile(
 
     # 4. Build. What the runtime reads at its start alone is no limit to be sent.
     live_limits = decision.limits.only(settings.live)
-    credentials = complete_credentials(observed.credentials, deployment, now)
+    credentials = renew_credentials(
+        observed.credentials, deployment, now, rotate_after=rotate_after
+    )
     children = build_children(
         deployment,
         step=step,
@@ -288,6 +299,12 @@ async def reconcile(
     events = decision.events
     if observed.statefulset is not None and not applied and not refusals and not fetch.holds:
         events = (_rolling_out(observed, template), *events)
+    if (
+        credentials.previous
+        and observed.credentials
+        and credentials.token != observed.credentials.token
+    ):
+        events = (_ROTATED, *events)
     last = None if carried is None else carried.reported
     if remembered is not None and (events or is_news(resource, status, now, last)):
         return await look_again()

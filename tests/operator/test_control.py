@@ -130,6 +130,25 @@ async def test_another_certificate_is_not_trusted(serve: Serve) -> None:
     assert engine.requests == []
 
 
+async def test_an_engine_that_has_the_credentials_before_is_reached(serve: Serve) -> None:
+    """Between a rotation and the kubelet's turn. The certificates have the same names, as rotated ones do."""
+    engine = Engine()
+    address = await serve(engine)
+    new = make_credentials("assistant", 1_750_000_000.0)
+    same_certificate = replace(CREDENTIALS, token=b"new")
+    for rotated in (new, same_certificate):
+        found = await set_limits(address, rotated, pod="m-0", revision=7, limits=Limits())
+        assert found.kind is not OutcomeKind.APPLIED
+        both = replace(rotated, previous=CREDENTIALS)
+        found = await set_limits(address, both, pod="m-0", revision=7, limits=Limits())
+        assert found.kind is OutcomeKind.APPLIED, found
+        assert isinstance(await get_memory_report(address, both, pod="m-0"), pb.MemoryReport)
+    # And one that has the new ones, by those.
+    ahead = replace(CREDENTIALS, previous=new)
+    found = await set_limits(address, ahead, pod="m-0", revision=8, limits=Limits())
+    assert found.kind is OutcomeKind.APPLIED
+
+
 async def test_nobody_listens() -> None:
     found = await set_limits(
         "127.0.0.1:9", CREDENTIALS, pod="m-0", revision=1, limits=Limits(), deadline=2.0

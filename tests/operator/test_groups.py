@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from plimsoll_operator import checks, names
-from plimsoll_operator.credentials import complete_credentials
+from plimsoll_operator.credentials import renew_credentials
 from plimsoll_operator.desired import build_children, build_template
 from plimsoll_operator.desired.metadata import fingerprint
 from plimsoll_operator.groups import read_group, read_groups, read_leader_worker_set
 from plimsoll_operator.observe import read_credentials
-from plimsoll_operator.observed import Pod, StatefulSet, Unusable
+from plimsoll_operator.observed import Credentials, Pod, StatefulSet, Unusable
 from plimsoll_operator.plan import Step, StepReason, is_broken, next_step
-from plimsoll_operator.spec import InvalidSpec
+from plimsoll_operator.spec import Deployment, InvalidSpec
 from plimsoll_operator.tuning.values import FailureClass, Limits
 from support.resources import NOW, deployment, llmdeployment, observed, pod_body, time
 
@@ -35,12 +35,16 @@ def children(step: Step = SETTLED, **spec: Any) -> dict[str, Json | None]:
         parsed,
         step=step,
         template=build_template(parsed, IMAGE),
-        credentials=complete_credentials(None, parsed, NOW),
+        credentials=completed(None, parsed),
         limits=Limits(),
         revision=1,
         operator_namespace="ops",
     )
     return {f"{kind} {name}": body for (kind, name), body in built.items()}
+
+
+def completed(found: Credentials | None, parsed: Deployment) -> Credentials:
+    return renew_credentials(found, parsed, NOW, rotate_after=None)
 
 
 def child(name: str, **spec: Any) -> Json:
@@ -182,18 +186,18 @@ class TestWhatIsBuilt:
         assert rolling == {"partition": partition, "maxUnavailable": 1, "maxSurge": 0}
 
     def test_the_groups_token_is_made_once(self) -> None:
-        first = complete_credentials(None, deployment(parallelism=TWO_NODES), NOW)
+        first = completed(None, deployment(parallelism=TWO_NODES))
         secret = child("Secret assistant-control")
         kept = read_credentials(secret)
         assert kept is not None
-        assert complete_credentials(kept, deployment(parallelism=TWO_NODES), NOW) == kept
+        assert completed(kept, deployment(parallelism=TWO_NODES)) == kept
         assert first.group
         assert kept.group not in (b"", first.group)
         # A deployment that had no groups before.
         del secret["data"]["group-token"]
         old = read_credentials(secret)
         assert old is not None
-        new = complete_credentials(old, deployment(parallelism=TWO_NODES), NOW)
+        new = completed(old, deployment(parallelism=TWO_NODES))
         assert (new.certificate, new.token) == (old.certificate, old.token)
         assert new.group
 

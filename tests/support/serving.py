@@ -28,13 +28,14 @@ OPERATOR_NAMESPACE = "plimsoll-system"
 MEMORY = "768Mi"
 
 
-def install_operator(cluster: LocalCluster) -> None:
-    """By the real chart and the real Helm; once per cluster is enough."""
+def install_operator(cluster: LocalCluster, *values: str) -> None:
+    """By the real chart and the real Helm; once per cluster is enough, but for other values."""
     chart = Path(__file__).parents[2] / "charts" / "plimsoll"
     subprocess.run(
         [
             ensure_binaries().helm, "upgrade", "--install", "plimsoll", chart,
             "--namespace", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s",
+            *(f"--set={value}" for value in values),
         ],
         check=True, env={**os.environ, "KUBECONFIG": str(cluster.cluster.kubeconfig_path)},
     )  # fmt: skip

@@ -12,8 +12,14 @@ from plimsoll_operator.spec import Deployment
 
 
 def build_control_secret(deployment: Deployment, credentials: Credentials) -> dict[str, Any]:
-    """The credentials come in as values: made once, then read back from the cluster."""
-    group = {names.GROUP_TOKEN_KEY: _encoded(credentials.group)} if deployment.in_groups else {}
+    """The credentials come in as values: made once, then read back from the cluster until they are
+    rotated. Engines read the first three alone."""
+    further: dict[str, str] = {}
+    if deployment.in_groups:
+        further[names.GROUP_TOKEN_KEY] = _encoded(credentials.group)
+    if credentials.previous is not None:
+        further[names.PREVIOUS_CERTIFICATE] = _encoded(credentials.previous.certificate)
+        further[names.PREVIOUS_TOKEN] = _encoded(credentials.previous.token)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -23,7 +29,7 @@ def build_control_secret(deployment: Deployment, credentials: Credentials) -> di
             "tls.crt": _encoded(credentials.certificate),
             "tls.key": _encoded(credentials.key),
             "token": _encoded(credentials.token),
-            **group,
+            **further,
         },
     }
 
