@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def test_every_limit_arrives_through_two_rotations_and_no_pod_is_restarted(
         patch = json.dumps({"spec": {"engine": {"maxModelLen": length}}})
         serving.kubectl("patch", "llmd", "turned", "--type=merge", "-p", patch)
         serving.cluster.wait_for(
-            lambda wanted=length: in_force(serving, wanted), f"a length of {length}", 30
+            functools.partial(in_force, serving, length), f"a length of {length}", 30
         )
         moves += 1
         tokens.add(token(serving))

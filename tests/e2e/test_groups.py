@@ -51,8 +51,13 @@ async def images(server: ApiServer) -> dict[str, str]:
 async def test_groups_come_when_the_kind_does_and_roll_one_by_one(
     server: ApiServer, kubelet: FakeKubelet
 ) -> None:
-    runtime = {"image": OLD}
-    await server.create_deployment(replicas=2, parallelism=GROUPS, runtime=runtime)
+    await server.create_deployment(
+        replicas=2,
+        parallelism=GROUPS,
+        runtime={"image": OLD},
+        # The length of the prompt that a canary gets.
+        engine={"maxModelLen": 2048},
+    )
     async with operator_in_process(server, ScriptedEngines()):
         stalled = await server.wait_for("Stalled", reason="LeaderWorkerSetNotInstalled", within=60)
         assert "kubectl apply --server-side" in stalled["message"]
@@ -95,8 +100,11 @@ async def test_groups_come_when_the_kind_does_and_roll_one_by_one(
                 # One pod for each replica again.
                 await server.merge({"spec": {"parallelism": {"nodes": 1}}})
                 await server.wait_for("Ready", within=60)
-                await until(lambda: have(server, NEW, "assistant-0", "assistant-1"), 60)
-                assert set(await images(server)) == {"assistant-0", "assistant-1"}
+
+                async def single() -> bool:
+                    return set(await images(server)) == {"assistant-0", "assistant-1"}
+
+                await until(single, 60)
                 group = names.group("assistant")
                 assert await server.get(api.LEADER_WORKER_SET, server.namespace, group) is None
 

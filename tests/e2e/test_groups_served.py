@@ -6,6 +6,7 @@ stand-in (support/leader_worker_sets.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_group_serves_and_is_made_anew_when_a_member_dies(serving: Serving) ->
     assert serving.pods("wide") == []
 
     # What the message asks for, but for the controller; then the chart finds the kind.
-    serving.apply(definitions.LEADER_WORKER_SET.read())
+    definition = json.dumps(definitions.LEADER_WORKER_SET.read())
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=definition)
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
     install_operator(cluster)
     with LeaderWorkerSets(cluster.cluster.kubeconfig_path, serving.namespace):
         serving.wait_for("wide", "Ready")
