@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from plimsoll_engine.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,15 @@ def build_attention_batch(
             raise ValueError(f"{query_len} query tokens with a context of {context_len}")
         starts.append(starts[-1] + query_len)
     width = max(len(ids) for ids in block_ids)
-    tables = torch.tensor(
-        [[*ids, *([ids[-1]] * (width - len(ids)))] for ids in block_ids], dtype=torch.int32
-    )
+    tables = [[*ids, *([ids[-1]] * (width - len(ids)))] for ids in block_ids]
+
+    def tensor(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return to_device(np.asarray(values, dtype=np.int32), device)
+
     return AttentionBatch(
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
-        block_tables=tables.to(device),
-        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        context_lens_tensor=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        block_tables=tensor(tables),
+        query_starts=tensor(starts),
+        context_lens_tensor=tensor(context_lens),
     )

@@ -9,7 +9,7 @@ neither HTTP nor the scheduler.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import llguidance
@@ -60,15 +60,22 @@ class GrammarMatchers:
 
         Returns what went wrong by row: such a request cannot go on.
         """
-        errors = {}
+        errors, forbidden = {}, {}
+        vocab = int(logits.shape[1])
         for row, request in enumerate(requests):
             if request.params.grammar is not None:
-                matcher = self._matcher(request, request.params.grammar, int(logits.shape[1]))
+                matcher = self._matcher(request, request.params.grammar, vocab)
                 allowed = None if matcher.is_error() else matcher.compute_bitmask()
                 if allowed is None or matcher.is_error():
                     errors[row] = f"the output's grammar cannot go on: {matcher.get_error()}"
-                elif not _mask(logits[row], allowed):
+                    continue
+                bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[:vocab]
+                if bits.any():
+                    forbidden[row] = bits == 0
+                else:
                     errors[row] = "the output's grammar cannot go on: no token of the model fits"
+        if forbidden:
+            _mask(logits, forbidden)
         return errors
 
     def _matcher(self, request: RowRequest, grammar: str, vocab_size: int) -> llguidance.LLMatcher:
@@ -101,13 +108,10 @@ class GrammarMatchers:
         return self._tokenizer
 
 
-def _mask(row: torch.Tensor, allowed: bytes) -> bool:
-    """Whether any token is left; the row is as it was when none is."""
-    import torch
+def _mask(logits: torch.Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
+    # Imported here: the server's side of grammars needs no torch.
+    from plimsoll_engine.transfers import indices, to_device
 
-    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[: row.shape[0]]
-    if not bits.any():
-        return False
-    forbidden = torch.from_numpy(bits == 0).to(row.device)
-    row.masked_fill_(forbidden, float("-inf"))
-    return True
+    rows = indices(list(forbidden), logits.device)
+    masks = to_device(np.stack(list(forbidden.values())), logits.device)
+    logits[rows] = logits[rows].masked_fill_(masks, float("-inf"))

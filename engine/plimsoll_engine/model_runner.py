@@ -22,9 +22,7 @@ from plimsoll_engine.executor import (
     MemoryFigures,
     ModelLimits,
     SampledToken,
-    SequenceChunk,
     StepBatch,
-    TokenLogprob,
 )
 from plimsoll_engine.grammar import GrammarMatchers
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
@@ -42,10 +40,12 @@ from plimsoll_engine.models.source import load_failure, resolve_model
 from plimsoll_engine.models.tokenizer import load_tokenizer
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.profile_step import build_profile_step
-from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
+from plimsoll_engine.sampling import Sampler
 from plimsoll_engine.step_graphs import LARGEST_BY_DEFAULT, StepGraphs, default_sizes
 from plimsoll_engine.step_inputs import StepInputs, WantedRow, build_step_inputs, wanted_rows
+from plimsoll_engine.step_results import StepResults
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+from plimsoll_engine.transfers import indices
 
 # Float32 logits held at once; more rows are computed in passes.
 LOGITS_BYTES = 32 << 20
@@ -287,23 +287,14 @@ class ModelRunner:
             device = self._device.torch_device
             inputs = build_step_inputs(batch, self._config.block_size, device)
             hidden = self._forward(inputs, num_layers)
-        tokens: dict[str, int] = {}
-        logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
-        prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]] = {}
-        errors: dict[str, str] = {}
+        results = StepResults(self._sampler, self._matchers)
         for rows in self._passes(wanted_rows(batch)):
-            index = torch.tensor([wanted.row for wanted in rows], device=hidden.device)
+            index = indices([wanted.row for wanted in rows], hidden.device)
             logits = self.decoder.logits(hidden[index])
             # On other ranks than the first: sampling is the first one's.
-            if logits is None:
-                continue
-            self._read_prompt_rows(rows, logits, prompt_logprobs)
-            self._sample_rows(rows, logits, tokens, logprobs, errors)
-        return [
-            _sampled(chunk, tokens, logprobs, prompt_logprobs, errors)
-            for chunk in batch.chunks
-            if chunk.request_id in tokens or chunk.request_id in prompt_logprobs
-        ]
+            if logits is not None:
+                results.add(rows, logits)
+        return results.read(batch, hidden.device)
 
     def _passes(self, rows: Iterator[WantedRow]) -> Iterator[Sequence[WantedRow]]:
         while some := tuple(itertools.islice(rows, self._pass_rows)):
@@ -314,51 +305,6 @@ class ModelRunner:
         """Rows whose logits are computed at once."""
         fitting = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
         return min(fitting, max(MIN_PASS_ROWS, self._config.max_num_seqs))
-
-    def _read_prompt_rows(
-        self,
-        rows: Sequence[WantedRow],
-        logits: torch.Tensor,
-        prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]],
-    ) -> None:
-        places = [place for place, wanted in enumerate(rows) if wanted.next_token is not None]
-        if not places:
-            return
-        following = [wanted.next_token for wanted in rows if wanted.next_token is not None]
-        num_top = [rows[place].chunk.num_prompt_logprobs for place in places]
-        entries = token_logprobs(_select(logits, places), following, num_top)
-        for place, entry in zip(places, entries, strict=True):
-            prompt_logprobs.setdefault(rows[place].chunk.request_id, []).append(entry)
-
-    def _sample_rows(
-        self,
-        rows: Sequence[WantedRow],
-        logits: torch.Tensor,
-        tokens: dict[str, int],
-        logprobs: dict[str, tuple[TokenLogprob, ...]],
-        errors: dict[str, str],
-    ) -> None:
-        places = [place for place, wanted in enumerate(rows) if wanted.next_token is None]
-        if not places:
-            return
-        chunks = [rows[place].chunk for place in places]
-        requests = [_row_request(chunk) for chunk in chunks]
-        telling = [
-            place for place, request in enumerate(requests) if request.params.logprobs is not None
-        ]
-        logits = _select(logits, places)
-        # Log-probabilities are those of the model, before bias and penalties change the rows.
-        untouched = logits[telling] if telling else None
-        failed = self._matchers.constrain(logits, requests)
-        errors |= {chunks[place].request_id: error for place, error in failed.items()}
-        chosen = self._sampler.choose(logits, requests)
-        for chunk, token in zip(chunks, chosen, strict=True):
-            tokens[chunk.request_id] = token
-        if untouched is not None:
-            num_top = [requests[place].params.logprobs or 0 for place in telling]
-            entries = token_logprobs(untouched, [chosen[place] for place in telling], num_top)
-            for place, entry in zip(telling, entries, strict=True):
-                logprobs[chunks[place].request_id] = entry
 
     def reclaim(self) -> None:
         self._device.reclaim()
@@ -385,34 +331,6 @@ def profiled_layers(layers: Sequence[LayerAttention]) -> int:
     """How many of the first layers to run so that one that sees the farthest is among them."""
     reach = [math.inf if own.sliding_window is None else own.sliding_window for own in layers]
     return max(MIN_PROFILED_LAYERS, reach.index(max(reach)) + 1)
-
-
-def _select(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The rows ``places``; without a copy when that is all of them."""
-    return logits if len(places) == len(logits) else logits[places]
-
-
-def _row_request(chunk: SequenceChunk) -> RowRequest:
-    assert chunk.sampling is not None
-    return RowRequest(
-        chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids, chunk.request_id
-    )
-
-
-def _sampled(
-    chunk: SequenceChunk,
-    tokens: dict[str, int],
-    logprobs: dict[str, tuple[TokenLogprob, ...]],
-    prompt_logprobs: dict[str, list[tuple[TokenLogprob, ...]]],
-    errors: dict[str, str],
-) -> SampledToken:
-    return SampledToken(
-        request_id=chunk.request_id,
-        token_id=tokens.get(chunk.request_id),
-        logprobs=logprobs.get(chunk.request_id, ()),
-        prompt_logprobs=tuple(prompt_logprobs.get(chunk.request_id, ())),
-        error=errors.get(chunk.request_id),
-    )
 
 
 def _step_does_not_fit(tokens: int, needed: int, rest: int, total: int) -> EngineFailure:

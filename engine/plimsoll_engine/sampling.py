@@ -1,22 +1,28 @@
-"""Chooses tokens from logits, and tells log-probabilities.
+"""Chooses tokens from logits, on the device that holds them.
 
 In: float32 logits, one row per request, with its sampling parameters and what it generated so far.
-Out: a token id per row, exactly the arg-max for greedy requests, and the log-probabilities asked
-for (of the model's own distribution, before any change). A seeded request's tokens depend on its
-seed, its position and its own logits alone, never on the batch around it. This module knows neither
-sequences nor memory; callers bound the number of rows.
+Out: a token id per row, exactly the arg-max for greedy requests, as a tensor that nobody has waited
+for: everything that differs between requests is sent along, and nothing is read back. A seeded
+request's tokens depend on its seed, its position and its own logits alone, never on the batch around
+it. This module knows neither sequences nor memory; callers bound the number of rows.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from plimsoll_engine.executor import TokenLogprob
+from plimsoll_engine.logit_changes import change_logits
 from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.transfers import indices, to_device
+
+# Float32 logits that tokens are drawn from at once; sorting and summing take several times as much.
+_DRAW_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -31,19 +37,38 @@ class RowRequest:
     request_id: str = ""
 
 
+@dataclass(frozen=True)
+class _Order:
+    """How a row's tokens are put in order before one is drawn: rows of one order go together."""
+
+    # The most likely ones alone; None: all.
+    top_k: int | None
+    # Without a share of the most likely, nothing depends on the order of all.
+    sorted: bool
+
+
 class Sampler:
     def __init__(self, seed: int) -> None:
         """``seed`` starts the draws of requests that bring no seed of their own."""
         self._random = random.Random(seed)
 
-    def choose(self, logits: torch.Tensor, requests: Sequence[RowRequest]) -> list[int]:
-        """logits [rows, vocab], float32, may be changed; one token id per row."""
-        for row, request in zip(logits, requests, strict=True):
-            _apply_constraints(row, request)
-        chosen = logits.argmax(dim=-1).tolist()
-        for index, request in enumerate(requests):
-            if not request.params.greedy:
-                chosen[index] = _draw(logits[index], request.params, self._draw_for(request))
+    def choose(self, logits: torch.Tensor, requests: Sequence[RowRequest]) -> torch.Tensor:
+        """logits [rows, vocab], float32, may be changed -> int64 [rows]."""
+        change_logits(logits, requests)
+        chosen = logits.argmax(dim=-1)
+        uniforms = {
+            row: self._draw_for(request)
+            for row, request in enumerate(requests)
+            if not request.params.greedy
+        }
+        for order, rows in _by_order(requests, uniforms, logits):
+            drawn = _draw(
+                logits[indices(rows, logits.device)],
+                order,
+                [requests[row].params for row in rows],
+                [uniforms[row] for row in rows],
+            )
+            chosen.index_copy_(0, indices(rows, logits.device), drawn)
         return chosen
 
     def _draw_for(self, request: RowRequest) -> float:
@@ -55,85 +80,60 @@ class Sampler:
         return random.Random(f"{request.params.seed}/{position}").random()
 
 
-def _apply_constraints(row: torch.Tensor, request: RowRequest) -> None:
-    """Bias, penalties and forbidden ends, in place on one row [vocab]."""
-    params = request.params
-    if params.logit_bias:
-        ids = torch.tensor([token for token, _ in params.logit_bias], device=row.device)
-        row[ids] += torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(
-            sorted({*request.prompt_token_ids, *request.output_token_ids}), device=row.device
-        )
-        values = row[seen]
-        row[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-    if (params.presence_penalty or params.frequency_penalty) and request.output_token_ids:
-        ids, counts = torch.tensor(request.output_token_ids, device=row.device).unique(
-            return_counts=True
-        )
-        row[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    # Last: no arithmetic makes a forbidden token possible again.
-    # A grammar says itself where the end is: where nothing but an end may follow, it does.
-    if len(request.output_token_ids) < params.min_tokens and params.grammar is None:
-        ends = sorted(params.eos_token_ids | params.stop_token_ids)
-        if ends:
-            row[torch.tensor(ends, device=row.device)] = float("-inf")
+def _by_order(
+    requests: Sequence[RowRequest], rows: Iterable[int], logits: torch.Tensor
+) -> Iterator[tuple[_Order, list[int]]]:
+    """As many rows at once as ``_DRAW_BYTES`` allows."""
+    vocab = logits.shape[1]
+    grouped: defaultdict[_Order, list[int]] = defaultdict(list)
+    for row in rows:
+        params = requests[row].params
+        limited = params.top_k is not None and params.top_k < vocab
+        order = _Order(params.top_k if limited else None, limited or params.top_p < 1.0)
+        grouped[order].append(row)
+    at_once = max(1, _DRAW_BYTES[logits.device.type] // (4 * vocab))
+    for order, members in grouped.items():
+        for start in range(0, len(members), at_once):
+            yield order, members[start : start + at_once]
 
 
-def _draw(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """Inverse transform over the kept tokens, most likely first; the arg-max where the logits are
-    no distribution."""
+def _draw(
+    logits: torch.Tensor,
+    order: _Order,
+    params: Sequence[SamplingParams],
+    uniforms: Sequence[float],
+) -> torch.Tensor:
+    """Inverse transform over the kept tokens, most likely first; the arg-max where a row's logits
+    are no distribution. logits [rows, vocab] -> int64 [rows]."""
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        """float64 [rows, 1]"""
+        return to_device(np.asarray(list(values), np.float64)[:, None], logits.device)
+
     # The largest becomes 0 first: divided by any temperature, it stays finite.
-    scaled = (row - row.max()) / params.temperature
-    vocab = row.shape[0]
-    if params.top_k is not None and params.top_k < vocab:
-        values, ids = scaled.topk(params.top_k)
-    elif params.top_p < 1.0:
-        values, ids = scaled.sort(descending=True)
-    else:
-        # Nothing depends on the order.
-        values, ids = scaled, None
-    probabilities = values.softmax(dim=-1)
-    if params.min_p > 0.0:
-        probabilities = probabilities.masked_fill_(
-            probabilities < params.min_p * probabilities.max(), 0.0
-        )
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled /= column(own.temperature for own in params).float()
+    ids = None
+    if order.top_k is not None:
+        scaled, ids = scaled.topk(order.top_k)
+    elif order.sorted:
+        scaled, ids = scaled.sort(descending=True)
+    probabilities = scaled.softmax(dim=-1)
+    if any(own.min_p > 0.0 for own in params):
+        least = column(own.min_p for own in params).float()
+        least = least * probabilities.amax(dim=-1, keepdim=True)
+        probabilities = probabilities.masked_fill_(probabilities < least, 0.0)
     cumulative = probabilities.double().cumsum(dim=-1)
-    total = cumulative[-1]
-    if params.top_p < 1.0:
+    total = cumulative[:, -1:]
+    if any(own.top_p < 1.0 for own in params):
         # The smallest set whose share reaches top_p.
-        last = torch.searchsorted(cumulative, params.top_p * total)
-        total = cumulative[last.clamp_(max=len(cumulative) - 1)]
-    index = int(torch.searchsorted(cumulative, uniform * total, right=True))
+        share = column(own.top_p for own in params)
+        last = torch.searchsorted(cumulative, share * total)
+        reached = cumulative.gather(1, last.clamp_(max=cumulative.shape[1] - 1))
+        total = torch.where(share < 1.0, reached, total)
+    places = torch.searchsorted(cumulative, column(uniforms) * total, right=True)
     # A total that is no number is below nothing: the search ends behind the last token.
-    if index == len(cumulative):
-        return int(row.argmax())
-    return index if ids is None else int(ids[index])
-
-
-def token_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
-) -> list[tuple[TokenLogprob, ...]]:
-    """Per row of float32 logits [rows, vocab]: the token of ``token_ids`` first, then the
-    ``num_top`` most likely ones with their ranks."""
-    normalizer = logits.logsumexp(dim=-1)
-    ids = torch.tensor(token_ids, device=logits.device)
-    own = logits.gather(1, ids[:, None])
-    ranks = ((logits > own).sum(dim=-1) + 1).tolist()
-    own_logprobs = (own[:, 0] - normalizer).tolist()
-    widest = max(num_top, default=0)
-    values, tops = logits.topk(min(widest, logits.shape[1]), dim=-1)
-    top_logprobs = (values - normalizer[:, None]).tolist()
-    top_ids = tops.tolist()
-    return [
-        (
-            TokenLogprob(token_ids[row], own_logprobs[row], ranks[row]),
-            *(
-                TokenLogprob(top_ids[row][place], top_logprobs[row][place], place + 1)
-                for place in range(min(num_top[row], len(top_ids[row])))
-            ),
-        )
-        for row in range(len(token_ids))
-    ]
+    nowhere = places == cumulative.shape[1]
+    places = places.masked_fill(nowhere, 0)
+    drawn = places if ids is None else ids.gather(1, places)
+    return torch.where(nowhere, logits.argmax(dim=-1, keepdim=True), drawn)[:, 0]

@@ -14,6 +14,7 @@ import torch
 
 from plimsoll_engine.attention_batch import AttentionBatch, build_attention_batch
 from plimsoll_engine.executor import SequenceChunk, StepBatch
+from plimsoll_engine.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def build_step_inputs(batch: StepBatch, block_size: int, device: torch.device) -
         slots.append(blocks[at // block_size] * block_size + at % block_size)
 
     def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+        return to_device(np.concatenate(parts), device)
 
     return StepInputs(
         token_ids=tensor(token_ids),

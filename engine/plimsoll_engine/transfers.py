@@ -7,6 +7,8 @@ CPU there is nothing to copy and nothing to wait for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -17,6 +19,11 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
         return tensor
     # Out of pageable memory the host would wait for all that is queued.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [values]"""
+    return to_device(np.asarray(values, dtype=np.int64), device)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

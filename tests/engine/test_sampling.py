@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from plimsoll_engine.sampling import RowRequest, Sampler, token_logprobs
+from plimsoll_engine.logprobs import build_logprob_table
+from plimsoll_engine.sampling import RowRequest, Sampler
 from plimsoll_engine.sampling_params import SamplingParams
+from support.row_sampler import apply_constraints, draw, seeded_draw
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=1, temperature=1.0)
@@ -19,30 +22,34 @@ SAMPLED = SamplingParams(max_tokens=1, temperature=1.0)
 LOGITS = torch.tensor([0.15, 0.3, 0.05, 0.5]).log()
 
 
+def choose_all(logits: torch.Tensor, requests: list[RowRequest], seed: int = 0) -> list[int]:
+    tokens: list[int] = Sampler(seed).choose(logits, requests).tolist()
+    return tokens
+
+
 def choose(
     params: SamplingParams, output: tuple[int, ...] = (), prompt: tuple[int, ...] = ()
 ) -> int:
     request = RowRequest(params, output, prompt)
-    return Sampler(0).choose(LOGITS[None].clone(), [request])[0]
+    return choose_all(LOGITS[None].clone(), [request])[0]
 
 
 def draw_many(params: SamplingParams, draws: int = 4000) -> dict[int, float]:
     """Shares of the tokens drawn."""
-    sampler = Sampler(0)
     logits = LOGITS.expand(draws, -1).clone()
-    chosen = sampler.choose(logits, [RowRequest(params)] * draws)
+    chosen = choose_all(logits, [RowRequest(params)] * draws)
     return {token: count / draws for token, count in Counter(chosen).items()}
 
 
 def test_greedy_is_the_argmax_and_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 5.0]])
-    assert Sampler(0).choose(logits, [RowRequest(GREEDY)] * 2) == [1, 0]
+    assert choose_all(logits, [RowRequest(GREEDY)] * 2) == [1, 0]
 
 
 def test_greedy_tells_float32_neighbours_apart() -> None:
     logits = torch.full((1, 50), 7.0)
     logits[0, 31] = torch.nextafter(torch.tensor(7.0), torch.tensor(8.0))
-    assert Sampler(0).choose(logits, [RowRequest(GREEDY)]) == [31]
+    assert choose_all(logits, [RowRequest(GREEDY)]) == [31]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_a_forbidden_token_is_never_drawn_whatever_the_values(
         seed=seed,
     )
     request = RowRequest(params, tuple(output), (0, VOCABULARY - 1))
-    [token] = Sampler(0).choose(torch.tensor([logits]), [request])
+    [token] = choose_all(torch.tensor([logits]), [request])
     assert token in set(range(VOCABULARY)) - forbidden
 
 
@@ -134,7 +141,7 @@ def test_a_forbidden_token_is_never_drawn_whatever_the_values(
 def test_nearly_no_temperature_is_the_argmax(temperature: float, scale: float) -> None:
     logits = torch.tensor([[3.0, 9.0, 5.0, -2.0]]) * scale
     params = replace(SAMPLED, temperature=temperature)
-    assert Sampler(0).choose(logits, [RowRequest(params)]) == [1]
+    assert choose_all(logits, [RowRequest(params)]) == [1]
 
 
 def test_ends_are_masked_until_min_tokens() -> None:
@@ -170,7 +177,7 @@ def test_penalties_and_bias(
 def test_repetition_penalty_divides_logits_above_zero() -> None:
     logits = torch.tensor([[4.0, 3.0, 1.0]])
     params = replace(GREEDY, repetition_penalty=2.0)
-    assert Sampler(0).choose(logits, [RowRequest(params, (0,))]) == [1]
+    assert choose_all(logits, [RowRequest(params, (0,))]) == [1]
     assert logits.tolist() == [[2.0, 3.0, 1.0]]
 
 
@@ -179,13 +186,13 @@ def test_seeded_draw_depends_on_seed_and_position_alone() -> None:
     row = torch.randn(1000, generator=generator)
     request = RowRequest(replace(SAMPLED, seed=11), (5, 6))
     others = [RowRequest(SAMPLED)] * 3
-    alone = Sampler(1).choose(row[None].clone(), [request])[0]
-    beside = Sampler(2).choose(
-        torch.stack([*torch.randn(3, 1000, generator=generator), row]), [*others, request]
+    alone = choose_all(row[None].clone(), [request], seed=1)[0]
+    beside = choose_all(
+        torch.stack([*torch.randn(3, 1000, generator=generator), row]), [*others, request], seed=2
     )[-1]
     assert alone == beside
     later = [
-        Sampler(1).choose(row[None].clone(), [RowRequest(request.params, (0,) * position)])[0]
+        choose_all(row[None].clone(), [RowRequest(request.params, (0,) * position)], seed=1)[0]
         for position in range(8)
     ]
     assert len(set(later)) > 4
@@ -194,15 +201,71 @@ def test_seeded_draw_depends_on_seed_and_position_alone() -> None:
 def test_unseeded_draws_come_from_the_engines_seed() -> None:
     def series(seed: int) -> list[int]:
         sampler = Sampler(seed)
-        return [sampler.choose(torch.zeros(1, 1000), [RowRequest(SAMPLED)])[0] for _ in range(5)]
+        return [int(sampler.choose(torch.zeros(1, 1000), [RowRequest(SAMPLED)])) for _ in range(5)]
 
     assert series(1) == series(1)
     assert series(1) != series(2)
 
 
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(9),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7, 1e-300]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-300]),
+    top_k=st.sampled_from([None, 1, 3, 50, 200, 1000]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, 1.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    seed=st.none() | st.integers(0, 99),
+    min_tokens=st.sampled_from([0, 4]),
+    eos_token_ids=st.frozensets(st.integers(0, 199), max_size=3),
+    logit_bias=st.dictionaries(st.integers(0, 199), st.floats(-100, 100, width=32), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
+)
+IDS = st.lists(st.integers(0, 199), max_size=6).map(tuple)
+ROWS = st.lists(st.builds(RowRequest, PARAMS, IDS, IDS), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=200)
+@given(requests=ROWS, logits_seed=st.integers(0, 999), rounded=st.booleans())
+def test_rows_together_are_each_row_by_the_definition(
+    requests: list[RowRequest], logits_seed: int, rounded: bool
+) -> None:
+    """Bit by bit, also where logits that were bfloat16 are equal to each other."""
+    generator = torch.Generator().manual_seed(logits_seed)
+    logits = torch.randn(len(requests), 200, generator=generator) * 4
+    if rounded:
+        logits = logits.bfloat16().float()
+    draws = random.Random(7)
+    expected = []
+    for row, request in zip(logits.clone(), requests, strict=True):
+        apply_constraints(row, request)
+        uniform = 0.0
+        if not request.params.greedy:
+            uniform = draws.random() if request.params.seed is None else seeded_draw(request)
+        token = row.argmax() if request.params.greedy else draw(row, request.params, uniform)
+        expected.append(int(token))
+    assert choose_all(logits, requests, seed=7) == expected
+
+
+def test_the_bound_on_rows_drawn_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(3))
+    params = [
+        replace(SAMPLED, seed=row, top_k=(None, 5, 9)[row % 3], top_p=(1.0, 0.8)[row % 2])
+        for row in range(40)
+    ]
+    requests = [RowRequest(own) for own in params]
+    together = choose_all(logits.clone(), requests)
+    monkeypatch.setattr("plimsoll_engine.sampling._DRAW_BYTES", {"cpu": 3 * 4 * 300})
+    assert choose_all(logits.clone(), requests) == together
+
+
 def test_logprobs_have_the_token_first_then_the_top_with_ranks() -> None:
     logits = torch.stack([LOGITS, LOGITS + 3.0])
-    first, second = token_logprobs(logits, [2, 3], [2, 0])
+    table = build_logprob_table(logits, torch.tensor([2, 3]), 2).to_host()
+    first, second = table.entries([2, 0])
     assert [(entry.token_id, entry.rank) for entry in first] == [(2, 4), (3, 1), (1, 2)]
     assert [entry.logprob for entry in first] == pytest.approx(
         torch.tensor([0.05, 0.5, 0.3]).log().tolist(), abs=1e-6
@@ -211,5 +274,5 @@ def test_logprobs_have_the_token_first_then_the_top_with_ranks() -> None:
 
 
 def test_logprobs_asked_for_more_than_there_are_give_all() -> None:
-    [entries] = token_logprobs(LOGITS[None], [0], [20])
+    [entries] = build_logprob_table(LOGITS[None], torch.tensor([0]), 20).entries([20])
     assert len(entries) == 1 + len(LOGITS)
