@@ -55,6 +55,8 @@ class Target:
     service: str
     port: int
     labels: dict[str, str]
+    # Its series name LLMDeployments by namespace and name.
+    honor_labels: bool = False
 
 
 def engine(name: str) -> Target:
@@ -70,6 +72,7 @@ TARGETS = (
         "plimsoll-operator",
         8080,
         {"namespace": "plimsoll-system", "pod": "plimsoll-operator"},
+        honor_labels=True,
     ),
 )
 BURST = (
@@ -124,8 +127,9 @@ def measure(dashboard: Json, *, keep: bool) -> Json:
             stack.callback(lambda: Cluster.find(CLUSTER).down())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         over = threading.Event()
-        for number, target in enumerate(TARGETS):
-            thread = threading.Thread(target=lead, args=(target, folder / f"{number}.json", over))
+        for target in TARGETS:
+            file = folder / f"{target.service}.json"
+            thread = threading.Thread(target=lead, args=(target, file, over))
             thread.start()
             stack.callback(thread.join)
         stack.callback(over.set)
@@ -163,13 +167,17 @@ def run_prometheus(program: Path, folder: Path) -> subprocess.Popen[bytes]:
         "rule_files": [str(FILES / "alerts.yaml")],
         "scrape_configs": [
             {
-                "job_name": "plimsoll",
-                "file_sd_configs": [{"files": [f"{folder}/*.json"], "refresh_interval": "2s"}],
-                # As the chart's PodMonitor has it.
+                "job_name": target.service,
+                # As the chart's PodMonitors have it.
+                "honor_labels": target.honor_labels,
                 "metric_relabel_configs": [
                     {"source_labels": ["model_name"], "regex": "(.+)", "target_label": "model"}
                 ],
+                "file_sd_configs": [
+                    {"files": [f"{folder}/{target.service}.json"], "refresh_interval": "2s"}
+                ],
             }
+            for target in TARGETS
         ],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
