@@ -20,7 +20,8 @@ from support.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CRD = "leaderworkersets.leaderworkerset.x-k8s.io"
+GROUP = "leaderworkerset.x-k8s.io"
+CRD = f"leaderworkersets.{GROUP}"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,12 @@ def serving(
     local_cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
     # Without the right that it had for the kind.
     install_operator(local_cluster)
+
+
+def is_discovered(cluster: LocalCluster) -> bool:
+    """The chart looks there; a definition is Established some seconds before."""
+    groups = (cluster.get("/apis") or {"groups": []})["groups"]
+    return any(each["name"] == GROUP for each in groups)
 
 
 def roles(pods: list[Json]) -> dict[str, str]:
@@ -64,7 +71,7 @@ def test_a_group_serves_and_is_made_anew_when_a_member_dies(serving: Serving) ->
     # What the message asks for, but for the controller; then the chart finds the kind.
     definition = json.dumps(definitions.LEADER_WORKER_SET.read())
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=definition)
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+    cluster.wait_for(lambda: is_discovered(cluster), "the kind to be there")
     install_operator(cluster)
     with LeaderWorkerSets(cluster.cluster.kubeconfig_path, serving.namespace):
         serving.wait_for("wide", "Ready")
