@@ -1,9 +1,9 @@
 """Keeps outputs to a grammar: which tokens may come next, row by row (llguidance does the work).
 
-In: a grammar as llguidance's JSON (built by ``server.structured``), and what a request has generated
-so far. Out: rows of logits in which every other token is impossible. A request's matcher is only a
-cache of its output: after a preemption, or when it was dropped, it is built again. This module knows
-neither HTTP nor the scheduler.
+In: a grammar as llguidance's JSON (built by ``server.structured``), compiled before its request is
+submitted, and what a request has generated so far. Out: rows of logits in which every other token is
+impossible. A request's matcher is only a cache of its output: after a preemption, or when it was
+dropped, it is made again from the compiled grammar. This module knows neither HTTP nor the scheduler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 import llguidance
 import numpy as np
+
+from plimsoll_engine.sampling_params import Grammar
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,8 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+# Compiled grammars that are kept without a request: up to 2 MB each.
+MAX_RECENT = 16
 
 
 def find_grammar_error(grammar: str) -> str | None:
@@ -42,16 +46,50 @@ def find_grammar_error(grammar: str) -> str | None:
     return llguidance.LLMatcher.validate_grammar(grammar, None, limits=LIMITS) or None
 
 
-class GrammarMatchers:
-    """``load_tokenizer`` is called once, with the first row that has a grammar: it takes a second.
+class GrammarCompiler:
+    """``load_tokenizer`` is called once, with the first grammar: its table takes a second to make.
 
-    ``capacity`` is how many requests' matchers are kept; fewer than run at once cost time alone.
+    Not for several threads at once.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], ModelTokenizer], capacity: int) -> None:
+    def __init__(self, load_tokenizer: Callable[[], ModelTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
-        self._capacity = capacity
         self._tokenizer: llguidance.LLTokenizer | None = None
+        # Most clients send the same few again and again. Least recently used first.
+        self._recent: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+
+    def compile(self, text: str, vocab_size: int) -> llguidance.LLMatcher:
+        """Whether it can begin is for the caller to ask of it (``is_error``)."""
+        compiled = self._recent.pop(text, None)
+        if compiled is None:
+            tokenizer = self._tokenizer or self._build_tokenizer(vocab_size)
+            # The log is the engine's alone to write.
+            compiled = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+        self._recent[text] = compiled
+        if len(self._recent) > MAX_RECENT:
+            self._recent.popitem(last=False)
+        return compiled
+
+    def _build_tokenizer(self, vocab_size: int) -> llguidance.LLTokenizer:
+        # Imports transformers, which takes seconds.
+        import llguidance.hf
+
+        loaded = self._load_tokenizer()
+        # Either may be larger: a tokenizer without the model's padding, or one made for more models.
+        size = max(vocab_size, len(loaded.tokenizer))
+        # The server has refused to start without a fast one, and grammars without an end token.
+        fast = cast("PreTrainedTokenizerFast", loaded.tokenizer)
+        ends = sorted(end for end in loaded.eos_token_ids if end < vocab_size)
+        self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=size, eos_token=ends)
+        return self._tokenizer
+
+
+class GrammarMatchers:
+    """``capacity`` is how many requests' matchers are kept; fewer than run at once cost time alone."""
+
+    def __init__(self, compiler: GrammarCompiler, capacity: int) -> None:
+        self._compiler = compiler
+        self._capacity = capacity
         # Least recently used first; how many tokens of the output each has consumed.
         self._matchers: OrderedDict[str, tuple[llguidance.LLMatcher, int]] = OrderedDict()
 
@@ -78,14 +116,15 @@ class GrammarMatchers:
             _mask(logits, forbidden)
         return errors
 
-    def _matcher(self, request: RowRequest, grammar: str, vocab_size: int) -> llguidance.LLMatcher:
+    def _matcher(
+        self, request: RowRequest, grammar: Grammar, vocab_size: int
+    ) -> llguidance.LLMatcher:
         output = request.output_token_ids
         matcher, consumed = self._matchers.pop(request.request_id, (None, 0))
         if matcher is None or consumed > len(output):
-            tokenizer = self._tokenizer or self._build_tokenizer(vocab_size)
-            # The log is the engine's alone to write.
-            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-            consumed = 0
+            compiled = grammar.compiled or self._compiler.compile(grammar.text, vocab_size)
+            # Nothing is consumed by the compiled one: choices and later requests begin with it too.
+            matcher, consumed = compiled.deep_copy(), 0
         # With ignore_eos a request goes on behind its end, where only ends follow.
         if not matcher.is_stopped():
             matcher.consume_tokens(list(output[consumed:]))
@@ -93,19 +132,6 @@ class GrammarMatchers:
         if len(self._matchers) > self._capacity:
             self._matchers.popitem(last=False)
         return matcher
-
-    def _build_tokenizer(self, vocab_size: int) -> llguidance.LLTokenizer:
-        # Imports transformers, which takes seconds.
-        import llguidance.hf
-
-        loaded = self._load_tokenizer()
-        # Either may be larger: a tokenizer without the model's padding, or one made for more models.
-        size = max(vocab_size, len(loaded.tokenizer))
-        # The server has refused to start without a fast one, and grammars without an end token.
-        fast = cast("PreTrainedTokenizerFast", loaded.tokenizer)
-        ends = sorted(end for end in loaded.eos_token_ids if end < vocab_size)
-        self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=size, eos_token=ends)
-        return self._tokenizer
 
 
 def _mask(logits: torch.Tensor, forbidden: Mapping[int, np.ndarray]) -> None:

@@ -24,7 +24,7 @@ from plimsoll_engine.executor import (
     SampledToken,
     StepBatch,
 )
-from plimsoll_engine.grammar import GrammarMatchers
+from plimsoll_engine.grammar import GrammarCompiler, GrammarMatchers
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
 from plimsoll_engine.memory import check_length
 from plimsoll_engine.memory_estimate import check_weights_fit
@@ -66,7 +66,8 @@ class ModelRunner:
         self._kind = device_kind
         self._group = group or LoneRank()
         self._sampler = Sampler(config.seed)
-        self._matchers = GrammarMatchers(lambda: load_tokenizer(config), 2 * config.max_num_seqs)
+        compiler = GrammarCompiler(lambda: load_tokenizer(config))
+        self._matchers = GrammarMatchers(compiler, 2 * config.max_num_seqs)
         self._device: Device = open_device(device_kind, config, self._group.local_rank)
         self._model: ServedModel | None = None
         self._decoder: Backend | None = None

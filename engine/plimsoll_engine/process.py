@@ -28,10 +28,12 @@ from plimsoll_engine.control.reports import EngineIdentity
 from plimsoll_engine.control.server import ControlServer
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.executor import Executor
+from plimsoll_engine.grammar import GrammarCompiler
 from plimsoll_engine.metrics import EngineMetrics
 from plimsoll_engine.server.answers import UsageShown
 from plimsoll_engine.server.api_keys import ApiKeys, read_api_keys
 from plimsoll_engine.server.app import build_app
+from plimsoll_engine.server.grammars import GrammarReader
 from plimsoll_engine.server.listener import LAST_BYTES_SECONDS, HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
 from plimsoll_engine.server.text import TextCodec
@@ -183,6 +185,11 @@ def _start_engine(
         codec,
         metrics,
         model,
+        GrammarReader(
+            GrammarCompiler(lambda: loaded),
+            vocab_size=model.vocab_size,
+            has_end=bool(model.defaults.eos_token_ids),
+        ),
         max_sequences=config.max_num_seqs + config.max_num_queued_reqs,
         usage=UsageShown(config.enable_prompt_tokens_details, config.enable_force_include_usage),
     )

@@ -7,6 +7,19 @@ builds these from a request body, the executor reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """``text`` is llguidance's JSON, ``compiled`` what ``grammar`` makes of it. That stays in its
+    process: with tensor parallelism the rank that samples compiles the text again."""
+
+    text: str
+    compiled: Any = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[Grammar], tuple[str]]:
+        return Grammar, (self.text,)
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,8 @@ class SamplingParams:
     # None: none wanted; 0: the chosen token's alone.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # What the output must follow, as ``grammar`` reads it; None: any text.
-    grammar: str | None = None
+    # What the output must follow; None: any text.
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import openai
@@ -13,15 +16,15 @@ import torch
 
 from plimsoll_engine.config import DeviceType, EngineConfig
 from plimsoll_engine.executor import SampledToken, StepBatch
-from plimsoll_engine.grammar import GrammarMatchers
+from plimsoll_engine.grammar import GrammarCompiler, GrammarMatchers
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.models.tokenizer import ModelTokenizer, load_tokenizer
 from plimsoll_engine.reports import FinishReason
 from plimsoll_engine.sampling import RowRequest
-from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.sampling_params import Grammar, SamplingParams
 from plimsoll_engine.server.errors import ApiError
 from plimsoll_engine.server.protocol import CompletionRequest
-from plimsoll_engine.server.structured import MAX_GRAMMAR_BYTES, read_grammar
+from plimsoll_engine.server.structured import MAX_GRAMMAR_BYTES, read_form
 from plimsoll_engine.server.validation import SamplingDefaults
 from support.engine_server import END, ApiServer, api_server, byte_tokenizer, spell
 from support.loop_harness import LoopHarness
@@ -171,19 +174,19 @@ def test_an_error_names_the_field_and_the_engine_lives_on(client: openai.OpenAI)
 )
 def test_what_cannot_be_kept_to_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_grammar(CompletionRequest(prompt="x", **asked), has_end=True)
+        read_form(CompletionRequest(prompt="x", **asked), has_end=True)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert param in refused.value.message
 
 
 def test_a_model_without_an_end_token_keeps_to_no_grammar() -> None:
     with pytest.raises(ApiError, match="guided_regex: this model has no end token"):
-        read_grammar(CompletionRequest(prompt="x", guided_regex="a"), has_end=False)
+        read_form(CompletionRequest(prompt="x", guided_regex="a"), has_end=False)
 
 
 @pytest.mark.parametrize("asked", [{}, {"response_format": {"type": "text"}}])
 def test_no_form_is_no_grammar(asked: dict[str, Any]) -> None:
-    assert read_grammar(CompletionRequest(prompt="x", **asked), has_end=True) is None
+    assert read_form(CompletionRequest(prompt="x", **asked), has_end=True) is None
 
 
 def test_a_grammar_without_an_end_goes_on_to_max_tokens(server: ApiServer) -> None:
@@ -210,12 +213,22 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(
     assert server.complete(prompt="x", max_tokens=2)["choices"][0]["finish_reason"]
 
 
-def test_a_matcher_that_was_dropped_is_built_again_from_the_output() -> None:
+def never() -> ModelTokenizer:
+    raise AssertionError("a step compiles nothing")
+
+
+def compile_regex(pattern: str) -> Grammar:
+    """As the server does, before the request is submitted."""
     tokenizer = byte_tokenizer()
     loaded = ModelTokenizer(tokenizer, frozenset(spell(tokenizer, END)))
-    grammar = read_grammar(CompletionRequest(guided_regex="ab|cd"), has_end=True)
-    params = SamplingParams(max_tokens=9, grammar=grammar)
-    matchers = GrammarMatchers(lambda: loaded, capacity=1)
+    form = read_form(CompletionRequest(guided_regex=pattern), has_end=True)
+    assert form is not None
+    return Grammar(form.text, GrammarCompiler(lambda: loaded).compile(form.text, 300))
+
+
+def test_a_matcher_that_was_dropped_is_made_again_from_the_output() -> None:
+    params = SamplingParams(max_tokens=9, grammar=compile_regex("ab|cd"))
+    matchers = GrammarMatchers(GrammarCompiler(never), capacity=1)
 
     def possible(request_id: str, output: bytes) -> list[int]:
         # More rows than the tokenizer has tokens: those are impossible too.
@@ -229,9 +242,52 @@ def test_a_matcher_that_was_dropped_is_built_again_from_the_output() -> None:
     assert possible("one", b"") == [ord("a"), ord("c")]
     assert possible("two", b"c") == [ord("d")]
     assert possible("one", b"a") == [ord("b")]
-    assert possible("one", b"ab") == spell(tokenizer, END)
+    assert possible("one", b"ab") == spell(byte_tokenizer(), END)
     # Preempted, and begun again from its first token.
     assert possible("one", b"") == [ord("a"), ord("c")]
+
+
+def test_a_grammar_that_is_compiled_for_long_holds_nobody_up() -> None:
+    """Neither other streams nor the tokenizer wait; too many of them are told to come again."""
+    tokenizer, begun, go_on = byte_tokenizer(), threading.Event(), threading.Event()
+
+    def load_slowly() -> ModelTokenizer:
+        begun.set()
+        assert go_on.wait(20)
+        return ModelTokenizer(tokenizer, frozenset(spell(tokenizer, END)))
+
+    form = {"prompt": "x", "max_tokens": 3, "guided_regex": "abc"}
+    with (
+        api_server(grammar_compiler=GrammarCompiler(load_slowly), max_waiting_grammars=1) as server,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        slow = clients.submit(server.post, "/v1/completions", **form)
+        try:
+            assert begun.wait(20)
+            # A whole stream, of sixty steps, and a text that becomes tokens.
+            assert len(server.stream(prompt="other", max_tokens=60)) == 61
+            late = server.post("/v1/completions", **form)
+            assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+            assert not slow.done()
+        finally:
+            go_on.set()
+        assert slow.result(20).status_code == 200
+        assert server.post("/v1/completions", **form).status_code == 200
+
+
+def test_a_grammar_is_compiled_again_in_another_process_alone() -> None:
+    grammar = compile_regex("ab|cd")
+    copy = pickle.loads(pickle.dumps(grammar))
+    assert copy == grammar
+    assert copy.compiled is None
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_by_name() -> None:
+    with api_server() as server:
+        refused = server.post("/v1/completions", prompt="x", guided_grammar="start: <|none|>")
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "guided_grammar"
+    assert "<|none|>" in refused.json()["error"]["message"]
 
 
 def test_a_request_whose_grammar_fails_ends_alone() -> None:

@@ -25,7 +25,7 @@ from plimsoll_engine.parallel.messages import Done, Heartbeat, MemoryUse
 from plimsoll_engine.parallel.shard import allowed_sizes, check_size, divide
 from plimsoll_engine.parallel.spawn import rank_environment
 from plimsoll_engine.runner import build_executor
-from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.sampling_params import Grammar, SamplingParams
 from plimsoll_engine.termination import EngineFailure, FailureClass
 from support.engine_server import byte_tokenizer
 from support.greedy_loop import generate
@@ -33,7 +33,9 @@ from support.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
 DIGITS = SamplingParams(
-    max_tokens=8, temperature=0.0, grammar=llguidance.LLMatcher.grammar_from_regex("[0-9]{8}")
+    max_tokens=8,
+    temperature=0.0,
+    grammar=Grammar(llguidance.LLMatcher.grammar_from_regex("[0-9]{8}")),
 )
 PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (3, 40, 5)]
 PARAMS = [GREEDY, GREEDY, DIGITS]

@@ -23,12 +23,15 @@ from transformers import PreTrainedTokenizerFast
 from plimsoll_engine.config import EngineConfig
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.executor import StepBatch
+from plimsoll_engine.grammar import GrammarCompiler
 from plimsoll_engine.metrics import EngineMetrics
+from plimsoll_engine.models.tokenizer import ModelTokenizer
 from plimsoll_engine.server.answers import UsageShown
 from plimsoll_engine.server.api_keys import read_api_keys
 from plimsoll_engine.server.app import build_app
 from plimsoll_engine.server.body import BodyBounds
 from plimsoll_engine.server.connections import ConnectionBounds
+from plimsoll_engine.server.grammars import MAX_WAITING, GrammarReader
 from plimsoll_engine.server.listener import HttpServer, bind
 from plimsoll_engine.server.service import ServedModel, Service
 from plimsoll_engine.server.text import TextCodec
@@ -180,6 +183,8 @@ def api_server(
     defaults: SamplingDefaults | None = None,
     body_bounds: BodyBounds | None = None,
     connection_bounds: ConnectionBounds | None = None,
+    grammar_compiler: GrammarCompiler | None = None,
+    max_waiting_grammars: int = MAX_WAITING,
     **settings: Any,
 ) -> Iterator[ApiServer]:
     """The model is named ``m``. Its vocabulary has 1000 entries (ScriptedExecutor)."""
@@ -197,17 +202,24 @@ def api_server(
     metrics.expose(core.snapshot)
     snapshot = core.snapshot()
     codec = TextCodec(tokenizer)
+    model = ServedModel(
+        ("m", "alias"),
+        "m",
+        vocab_size=snapshot.model.vocab_size,
+        ceiling=snapshot.ceiling,
+        defaults=defaults or SamplingDefaults(eos_token_ids=frozenset({end})),
+    )
+    ends = model.defaults.eos_token_ids
+    compiler = grammar_compiler or GrammarCompiler(lambda: ModelTokenizer(tokenizer, ends))
+    grammars = GrammarReader(
+        compiler, vocab_size=model.vocab_size, has_end=bool(ends), max_waiting=max_waiting_grammars
+    )
     service = Service(
         core,
         codec,
         metrics,
-        ServedModel(
-            ("m", "alias"),
-            "m",
-            vocab_size=snapshot.model.vocab_size,
-            ceiling=snapshot.ceiling,
-            defaults=defaults or SamplingDefaults(eos_token_ids=frozenset({end})),
-        ),
+        model,
+        grammars,
         max_sequences=config.max_num_seqs + config.max_num_queued_reqs,
         usage=UsageShown(config.enable_prompt_tokens_details, config.enable_force_include_usage),
         body_bounds=body_bounds or BodyBounds(),
@@ -228,4 +240,5 @@ def api_server(
         server.should_exit = True
         thread.join(10)
         codec.close()
+        grammars.close()
     assert not thread.is_alive()

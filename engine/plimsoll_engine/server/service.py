@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from plimsoll_engine.core import EngineCore
 from plimsoll_engine.metrics import EngineMetrics
-from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.sampling_params import Grammar, SamplingParams
 from plimsoll_engine.server.answer_types import Chat, Completion
 from plimsoll_engine.server.answers import (
     USAGE_AS_ASKED,
@@ -31,6 +31,7 @@ from plimsoll_engine.server.api_keys import KeyUse
 from plimsoll_engine.server.body import BodyBounds, receive_body
 from plimsoll_engine.server.errors import ApiError, invalid_value, shorten
 from plimsoll_engine.server.generation import Generation
+from plimsoll_engine.server.grammars import GrammarReader
 from plimsoll_engine.server.protocol import (
     Body,
     ChatRequest,
@@ -40,7 +41,6 @@ from plimsoll_engine.server.protocol import (
     parse_request,
 )
 from plimsoll_engine.server.streaming import EventStream, until_disconnect
-from plimsoll_engine.server.structured import read_grammar
 from plimsoll_engine.server.text import Prompt, TextCodec, as_template_message
 from plimsoll_engine.server.validation import (
     LogprobsWanted,
@@ -84,6 +84,7 @@ class Service:
         codec: TextCodec,
         metrics: EngineMetrics,
         model: ServedModel,
+        grammars: GrammarReader,
         *,
         max_sequences: int,
         usage: UsageShown = USAGE_AS_ASKED,
@@ -94,6 +95,7 @@ class Service:
         self.codec = codec
         self.metrics = metrics
         self.model = model
+        self._grammars = grammars
         self._max_sequences = max_sequences
         self._usage = usage
         # Generating requests between their first and last byte.
@@ -111,7 +113,7 @@ class Service:
         logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
         positions = sum(len(prompt.token_ids) for prompt in prompts)
         check_prompt_logprobs(positions, logprobs.prompt, request.n or 1)
-        grammar = await self._read_grammar(request)
+        grammar = await self._grammars.read(request)
         sequences = []
         for prompt in prompts:
             max_tokens = request.max_tokens
@@ -148,7 +150,7 @@ class Service:
             max_tokens = self._room(prompt)
         if not request.stream:
             check_output_logprobs("top_logprobs", logprobs.output, max_tokens, request.n or 1)
-        grammar = await self._read_grammar(request)
+        grammar = await self._grammars.read(request)
         params = self._sampling_params(request, max_tokens, logprobs, grammar)
         answer = ChatAnswer(
             request,
@@ -238,16 +240,12 @@ class Service:
                 prompts.append(await self.codec.off_loop(self.codec.show, each))
         return prompts
 
-    async def _read_grammar(self, request: GenerationRequest) -> str | None:
-        has_end = bool(self.model.defaults.eos_token_ids)
-        return await self.codec.off_loop(read_grammar, request, has_end=has_end)
-
     def _sampling_params(
         self,
         request: GenerationRequest,
         max_tokens: int,
         logprobs: LogprobsWanted,
-        grammar: str | None,
+        grammar: Grammar | None,
     ) -> SamplingParams:
         return build_sampling_params(
             request,

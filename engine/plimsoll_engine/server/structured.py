@@ -1,4 +1,4 @@
-"""What a request says its output must look like -> one grammar, or an HTTP 400.
+"""What a request says its output must look like -> one grammar's text, or an HTTP 400.
 
 ``response_format`` is the OpenAI API's, ``structured_outputs`` and ``guided_*`` are vLLM's. This
 module knows no tokenizer: a grammar is about text.
@@ -7,6 +7,7 @@ module knows no tokenizer: a grammar is about text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -21,13 +22,29 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+FORM_FIELDS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 # Between two tokens of JSON. Without a bound a model may write blanks for ever.
 FREE_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 ANY_OBJECT = {"type": "object"}
 
 
-def read_grammar(request: GenerationRequest, *, has_end: bool) -> str | None:
-    """The grammar that the output must follow; None: any text.
+@dataclass(frozen=True)
+class Form:
+    """A grammar's text, and the field of the request that asks for it."""
+
+    param: str
+    text: str
+
+
+def asks_for_form(request: GenerationRequest) -> bool:
+    return any(getattr(request, name) is not None for name in FORM_FIELDS)
+
+
+def read_form(request: GenerationRequest, *, has_end: bool) -> Form | None:
+    """What the output must follow; None: any text.
 
     ``has_end``: the model has an end token, without which no grammar's end could be said. Takes up
     to some 20 ms: not for the event loop. Raises ApiError(400), which names the field.
@@ -63,7 +80,7 @@ def read_grammar(request: GenerationRequest, *, has_end: bool) -> str | None:
     error = find_grammar_error(grammar)
     if error is not None:
         raise ApiError(400, f"{param}: this engine cannot keep to it: {error}", param=param)
-    return grammar
+    return Form(param, grammar)
 
 
 def _read_response_format(given: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from plimsoll_engine.sampling_params import SamplingParams
+from plimsoll_engine.sampling_params import Grammar, SamplingParams
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import (
     MAX_OUTPUT_LOGPROBS,
@@ -80,7 +80,7 @@ def build_sampling_params(
     logprobs: LogprobsWanted,
     defaults: SamplingDefaults,
     vocab_size: int,
-    grammar: str | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Raises ApiError(400). ``vocab_size`` is that of the logits (ModelLimits), not the
     tokenizer's."""
