@@ -34,6 +34,7 @@ from plimsoll_operator import cluster as api
 from plimsoll_operator import handlers  # noqa: F401  (kopf finds them)
 from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.controller import Controller, Options
+from plimsoll_operator.desired.status import METRICS_INTERVAL_SECONDS
 from plimsoll_operator.observed import Credentials, Pod
 from plimsoll_operator.plan.canary import Probe
 from plimsoll_operator.spec import Deployment
@@ -304,10 +305,13 @@ async def measure(sizes: list[int], folder: Path, plane: ControlPlane) -> bool:
             began = time.monotonic()
             await hands.grow(done, size)
             done, grown = size, time.monotonic() - began
-            # What follows the last transition: the history, the load.
-            await asyncio.sleep(5)
+            # What only follows the traffic may be written as late as this after the last transition.
+            await asyncio.sleep(METRICS_INTERVAL_SECONDS)
             await measure_round(operator, size)
             rounds = [await measure_round(operator, size) for _ in range(3)]
+            # Longer than a status may be held back: what would be written comes to light.
+            while sum(each[0] for each in rounds) < METRICS_INTERVAL_SECONDS:
+                rounds.append(await measure_round(operator, size))
             took = [each[0] for each in rounds]
             first, last = rounds[0][2], rounds[-1][3]
             idle = writes(first, last)
@@ -315,9 +319,9 @@ async def measure(sizes: list[int], folder: Path, plane: ControlPlane) -> bool:
             seconds = sum(took)
             print(
                 f"{size:5} deployments: all Ready after {grown:.0f} s; round "
-                f"{min(took):.1f} to {max(took):.1f} s, {sum(r[1] for r in rounds) / 3:.1f} s of the "
+                f"{min(took):.1f} to {max(took):.1f} s, {sum(r[1] for r in rounds) / len(rounds):.1f} s of the "
                 f"operator's processor each; {asked / seconds:.0f} requests/s; writes "
-                f"{idle or 'none'}; memory {first['rss'] / 2**20:.0f} -> {last['rss'] / 2**20:.0f} MiB",
+                f"{idle or 'none'} in {seconds:.0f} s; memory {first['rss'] / 2**20:.0f} -> {last['rss'] / 2**20:.0f} MiB",
                 flush=True,
             )
             held = held and not idle and max(took) < GOAL_ROUND_SECONDS

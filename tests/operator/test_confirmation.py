@@ -20,7 +20,7 @@ from plimsoll_operator.tuning.values import (
     Verdict,
 )
 from plimsoll_operator.tuning.verdicts import oom_detected
-from support.tuning import START, Fleet, settings
+from support.tuning import INTERVAL, START, Fleet, settings
 
 SSL = "10.0.0.7:8001: UNAVAILABLE Ssl handshake failed: CERTIFICATE_VERIFY_FAILED"
 IN_FORCE = "the spec's values are in force"
@@ -56,6 +56,18 @@ def test_limits_that_no_engine_has_are_never_said_to_be_in_force(
     assert verdict.reason in ("LimitsNotConfirmed", "LimitsRejected")
     assert reason in verdict.message
     assert ("delete the pod" in verdict.message) is remedy
+
+
+def test_an_engine_that_starts_later_has_its_own_time_to_take_the_limits_over() -> None:
+    fleet = Fleet(follows=False)
+    fleet.see({})
+    for _ in range(40):
+        fleet.see({})
+    reasons = [tuning_active(fleet.look()).reason for _ in range(20)]
+    assert reasons[0] == "Auto"
+    late = reasons.index("LimitsNotConfirmed")
+    assert set(reasons[:late]) == {"Auto"}
+    assert late * INTERVAL == pytest.approx(DEFAULT_POLICY.confirm_timeout, abs=INTERVAL)
 
 
 def test_off_says_so_once_the_engines_have_the_specs_values() -> None:

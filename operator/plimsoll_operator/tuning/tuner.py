@@ -30,6 +30,7 @@ from plimsoll_operator.tuning.lessons import learn, observe
 from plimsoll_operator.tuning.peaks import gather_peaks
 from plimsoll_operator.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from plimsoll_operator.tuning.rules import first_move
+from plimsoll_operator.tuning.signals import Window
 from plimsoll_operator.tuning.situation import Proposal, Situation
 from plimsoll_operator.tuning.values import (
     LANE,
@@ -120,8 +121,11 @@ def decide(inputs: TuningInputs, policy: TuningPolicy = DEFAULT_POLICY) -> Tunin
     events = [*lesson.events, *events_of(changes)]
     if missing and before.metrics_available:
         events.append(Event("MetricsUnavailable", available.message, warning=True))
-    overdue = now - (now if before.revised_at is None else before.revised_at)
-    late = waiting_for if overdue > policy.confirm_timeout else ()
+    late = tuple(
+        pod
+        for pod in waiting_for
+        if now - _could_confirm_at(evidence.windows[pod], before) > policy.confirm_timeout
+    )
     # What moves in this pass nobody has yet.
     pending = tuple(reading.pod for reading in evidence.readings) if moved else waiting_for
     state = replace(
@@ -211,6 +215,11 @@ def _may_move(inputs: TuningInputs, waiting_for: tuple[str, ...], policy: Tuning
     if waiting_for or revised_at is None:
         return False
     return inputs.now - revised_at >= policy.settle_scrapes * inputs.settings.scrape_interval
+
+
+def _could_confirm_at(window: Window, state: TuningState) -> float:
+    """The limits of long ago are news to an engine that has just started."""
+    return max(window[0].at, state.revised_at or 0.0)
 
 
 def _uncapped(
