@@ -1,7 +1,7 @@
 """Whether the weights can fit at all, told from sizes alone, before anything is read.
 
-In: configurations and what the device has. Out: nothing, or an EngineFailure ModelTooLarge with the
-figure that would work. What a step really takes is measured later; here it is estimated from above.
+In: configurations and what the device has. Out: nothing, or an EngineFailure: ModelTooLarge with the
+figure that would work, GPUBusyAtStart where it is others that are in the way. What a step really takes is measured later; here it is estimated from above.
 """
 
 from __future__ import annotations
@@ -17,8 +17,25 @@ from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 _MIB = 1 << 20
 # What libraries and buffers come to take after the first steps, beside what is in use at load.
 _RUNTIME_GROWTH = 128 * _MIB
+# The most that a process takes of a GPU before it loads anything: context, libraries, NCCL's buffers.
+_CONTEXT = 2 * 1024 * _MIB
 # Length that the suggested memory has room for when --max-model-len leaves it open.
 _DEFAULT_LENGTH = 2048
+
+
+def held_elsewhere(device_kind: str, used: int) -> int:
+    """Bytes of a GPU that others hold, by what is in use before anything is loaded. On the CPU nobody else
+    is in the container."""
+    return 0 if device_kind == "cpu" else max(0, used - _CONTEXT)
+
+
+def busy_at_load(elsewhere: int, total: int, message: str) -> EngineFailure:
+    return EngineFailure(
+        FailureClass.DEVICE_BUSY_AT_START,
+        Phase.LOAD,
+        f"others hold {elsewhere} bytes of the device's {total}: {message}",
+        {"held_elsewhere_bytes": elsewhere, "total_bytes": total},
+    )
 
 
 def check_weights_fit(
@@ -40,6 +57,9 @@ def check_weights_fit(
     in_use = used * local_size if on_cpu else used
     if weights + in_use <= total:
         return
+    elsewhere = held_elsewhere(device_kind, used)
+    if weights + in_use - elsewhere <= total:
+        raise busy_at_load(elsewhere, total, f"the weights take {weights} bytes")
     figures: dict[str, int | float | str] = {
         "weights_bytes": weights,
         "in_use_bytes": in_use,

@@ -27,7 +27,7 @@ from plimsoll_engine.executor import (
 from plimsoll_engine.grammar import GrammarCompiler, GrammarMatchers
 from plimsoll_engine.kv_cache import KVCache, build_kv_cache, plan_layout
 from plimsoll_engine.memory import check_length
-from plimsoll_engine.memory_estimate import check_weights_fit
+from plimsoll_engine.memory_estimate import busy_at_load, check_weights_fit, held_elsewhere
 from plimsoll_engine.models.backends import (
     Backend,
     ServedModel,
@@ -73,6 +73,7 @@ class ModelRunner:
         self._decoder: Backend | None = None
         self._cache: KVCache | None = None
         self._graphs: StepGraphs | None = None
+        self._elsewhere = 0
 
     @property
     def model(self) -> ServedModel:
@@ -98,6 +99,7 @@ class ModelRunner:
         check_length(model.max_model_len, config.max_model_len)
         dtype = self._dtype(model)
         use = self._device.use()
+        self._elsewhere = held_elsewhere(self._kind, use.used)
         check_weights_fit(
             config,
             model,
@@ -123,6 +125,8 @@ class ModelRunner:
         except (RuntimeError, MemoryError) as error:
             if allocation_failure(error) is None:
                 raise load_failure(f"the model cannot be loaded: {error}") from error
+            if self._elsewhere:
+                raise busy_at_load(self._elsewhere, use.total, str(error)) from error
             raise EngineFailure(
                 FailureClass.MODEL_TOO_LARGE,
                 Phase.LOAD,
@@ -174,7 +178,7 @@ class ModelRunner:
             if ran and part > 1 and all_rest + 2 * _SAFETY * whole <= total:
                 continue
             if all_rest + _SAFETY * foretold > total:
-                raise _step_does_not_fit(tokens, foretold, all_rest, total)
+                raise self._step_does_not_fit(tokens, foretold, all_rest, total)
             try:
                 self._profile_run(
                     tokens,
@@ -182,7 +186,7 @@ class ModelRunner:
                     max(1, max_model_len // part),
                 )
             except AllocationFailure as error:
-                raise _step_does_not_fit(tokens, foretold, all_rest, total) from error
+                raise self._step_does_not_fit(tokens, foretold, all_rest, total) from error
             activations, ran = max(activations, self._device.use().peak - rest), tokens
         self.resize_kv(0)
         self._device.reclaim()
@@ -192,10 +196,17 @@ class ModelRunner:
             total=self._device.use(reset_peak=True).total,
             weights=weights,
             activations=activations,
-            runtime=max(0, rest - weights - layout.segment_bytes),
+            # What others hold is no part of the plan: they may leave.
+            runtime=max(0, rest - self._elsewhere - weights - layout.segment_bytes),
             bytes_per_block=layout.bytes_per_block,
             graphs=graphs,
         )
+
+    def _step_does_not_fit(self, tokens: int, needed: int, rest: int, total: int) -> EngineFailure:
+        elsewhere = self._over_ranks(self._elsewhere)
+        if elsewhere and rest - elsewhere + _SAFETY * needed <= total:
+            return busy_at_load(elsewhere, total, f"a step of {tokens} tokens needs {needed} bytes")
+        return _step_does_not_fit(tokens, needed, rest, total)
 
     def _record_graphs(self, max_num_seqs: int, max_model_len: int) -> int:
         """Before there is a pool, so that it is sized by what they really take. Returns the bytes."""

@@ -25,7 +25,9 @@ from safetensors.torch import load_file, save_file
 
 from plimsoll_engine import host_memory
 from plimsoll_engine.config import DeviceType, EngineConfig
+from plimsoll_engine.memory_estimate import check_weights_fit
 from plimsoll_engine.model_runner import ModelRunner
+from plimsoll_engine.models.backends import load_served_model, weight_bytes
 from plimsoll_engine.models.config import load_model_config
 from plimsoll_engine.models.source import ModelSource, resolve_model
 from plimsoll_engine.sampling_params import SamplingParams
@@ -401,6 +403,27 @@ def test_layer_types_that_are_not_supported_are_refused(tmp_path: Path, layer_ty
     change_config(tmp_path, layer_types=layer_types)
     with pytest.raises(EngineFailure, match="layer_types"):
         load_model_config(ModelSource(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "used", "failure_class"),
+    [
+        ("cuda", 3072 * MIB, FailureClass.DEVICE_BUSY_AT_START),
+        # What is in use is the engine's own: it is the model that is too large.
+        ("cuda", 1024 * MIB, FailureClass.MODEL_TOO_LARGE),
+        ("cpu", 3072 * MIB, FailureClass.MODEL_TOO_LARGE),
+    ],
+)
+def test_a_device_that_others_hold_is_busy_and_the_model_not_too_large(
+    saved: Path, kind: str, used: int, failure_class: FailureClass
+) -> None:
+    served, dtype = load_served_model(ModelSource(saved)), torch.float32
+    total = used + weight_bytes(served, dtype, 0, 1) // 2
+    config = EngineConfig(model=str(saved))
+    with pytest.raises(EngineFailure) as caught:
+        check_weights_fit(config, served, dtype, kind, 1, local_size=1, total=total, used=used)
+    assert caught.value.failure_class is failure_class
+    assert caught.value.figures["total_bytes"] == total
 
 
 def test_model_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:

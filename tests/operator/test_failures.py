@@ -187,7 +187,15 @@ def test_every_class_can_be_named_by_the_engine(failure_class: FailureClass) -> 
             FailureClass.CUDA_OOM_AT_RUNTIME,
         ),
         ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off", FailureClass.GPU_FAULT),
-        ("CUDA error: an illegal memory access was encountered", FailureClass.GPU_FAULT),
+        ("CUDA error: an illegal memory access was encountered", FailureClass.ENGINE_DEAD),
+        (
+            json.dumps({"class": "EngineDead", "message": "unexpected: CUDA error: ECC error"}),
+            FailureClass.GPU_FAULT,
+        ),
+        (
+            json.dumps({"class": "GPUBusyAtStart", "message": "others hold 70 GiB"}),
+            FailureClass.GPU_BUSY_AT_START,
+        ),
         ("ncclSystemError: System call failed", FailureClass.COLLECTIVE_FAILURE),
         ("Segmentation fault", FailureClass.ENGINE_DEAD),
         ('{"class": "SomethingNew"}', FailureClass.ENGINE_DEAD),

@@ -123,10 +123,21 @@ SAID = [
         "Failed to load model - not enough GPU memory. Try lowering --gpu-memory-utilization",
         FailureClass.MODEL_TOO_LARGE,
     ),
+    ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", BUSY),
+    ("torch.AcceleratorError: CUDA error: no kernel image is available for execution", SETTING),
     (
         "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
-        FailureClass.GPU_FAULT,
+        FailureClass.ENGINE_DEAD,
     ),
+    ("RuntimeError: CUDA error: device-side assert triggered", FailureClass.ENGINE_DEAD),
+    (
+        "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, MMU Fault",
+        FailureClass.ENGINE_DEAD,
+    ),
+    ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", FailureClass.GPU_FAULT),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", FailureClass.GPU_FAULT),
+    ("torch.AcceleratorError: CUDA error: unspecified launch failure", FailureClass.GPU_FAULT),
+    ("RuntimeError: HIP error: unknown error", FailureClass.GPU_FAULT),
     (
         "NCCL WARN Call to connect failed\nRuntimeError: NCCL error: unhandled system error",
         FailureClass.COLLECTIVE_FAILURE,

@@ -154,6 +154,10 @@ def _from_termination(pod: Pod, container: Container) -> Failure | None:
 def _class_of(end: Termination, said: Mapping[str, Any]) -> FailureClass:
     if end.reason == "OOMKilled":
         return FailureClass.CGROUP_OOM
+    if said.get("class") == FailureClass.ENGINE_DEAD:
+        # An error that the engine did not expect, in torch's or CUDA's words.
+        words = read_last_words(str(said.get("message", "")))
+        return FailureClass.ENGINE_DEAD if words is None else words.failure_class
     if said.get("class") in tuple(FailureClass):
         return FailureClass(said["class"])
     if said.get("error") == "out_of_memory":

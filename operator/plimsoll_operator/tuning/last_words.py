@@ -16,6 +16,7 @@ _ROWS: tuple[tuple[str, FailureClass, str], ...] = (
     # Memory that others hold: vllm/v1/worker/utils.py, gpu_worker.py.
     (r"Free memory on device .*less than desired GPU memory", FailureClass.GPU_BUSY_AT_START, "all"),
     (r"Error in memory profiling", FailureClass.GPU_BUSY_AT_START, "all"),
+    (r"CUDA-capable device\(s\) is/are busy or unavailable", FailureClass.GPU_BUSY_AT_START, "all"),
     # On CPU nobody else is in the container: cpu_worker.py.
     (r"Available memory on node .*less than desired CPU memory",
      FailureClass.CUDA_OOM_AT_START, "0.19 on"),
@@ -49,7 +50,13 @@ _ROWS: tuple[tuple[str, FailureClass, str], ...] = (
      FailureClass.MODEL_LOAD_FAILED, "all"),
     (r"Model architectures .* (are not supported|failed to be inspected)",
      FailureClass.MODEL_LOAD_FAILED, "all"),
-    # The device and the ranks. A fault takes the collectives with it, so it stands before them.
+    # The device and the ranks. A program's own mistake would follow it to the next device: the fault is
+    # what is left. It takes the collectives with it, so it stands before them.
+    (r"(CUDA|HIP) error: (no kernel image|invalid device ordinal|.* PTX )"
+     r"|CUDA driver version is insufficient", FailureClass.INVALID_CONFIGURATION, "all"),
+    (r"\bXid \(.*?\): (13|31|32|43|45|68)\b"
+     r"|(CUDA|HIP) error: .*(illegal|misaligned|assert|invalid (argument|configuration))",
+     FailureClass.ENGINE_DEAD, "all"),
     (r"\bXid\b|uncorrectable ECC|(CUDA|HIP) error: (?!out of memory)", FailureClass.GPU_FAULT, "all"),
     (r"NCCL error|ncclUnhandled|ncclSystemError|ncclRemoteError|Watchdog caught collective",
      FailureClass.COLLECTIVE_FAILURE, "all"),
