@@ -106,9 +106,14 @@ class Faults:
         )
 
     def kill_operator(self) -> None:
+        """Ready may still be said of one that gave its Lease up and is about to begin anew."""
+        self._wait(self._operator_runs, "an operator", RESTARTED_SECONDS)
         before = self._operator_restarts()
         self.serving.kill_operator()
         self._wait(lambda: self._operator_restarts() > before, "a new operator", RESTARTED_SECONDS)
+
+    def _operator_runs(self) -> bool:
+        return bool(find_processes(self.serving.cluster, "plimsoll_operator"))
 
     def kill_engine(self) -> None:
         """Its death is seen before anything is judged: the status before it says Ready."""

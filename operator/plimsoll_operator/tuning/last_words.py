@@ -52,11 +52,10 @@ _ROWS: tuple[tuple[str, FailureClass, str], ...] = (
      FailureClass.MODEL_LOAD_FAILED, "all"),
     # The device and the ranks. A program's own mistake would follow it to the next device: the fault is
     # what is left. It takes the collectives with it, so it stands before them.
-    (r"(CUDA|HIP) error: (no kernel image|invalid device ordinal|.* PTX )"
-     r"|CUDA driver version is insufficient", FailureClass.INVALID_CONFIGURATION, "all"),
-    (r"\bXid \(.*?\): (13|31|32|43|45|68)\b"
-     r"|(CUDA|HIP) error: .*(illegal|misaligned|assert|invalid (argument|configuration))",
-     FailureClass.ENGINE_DEAD, "all"),
+    (r"(CUDA|HIP) error: (no kernel image|invalid device ordinal)|CUDA driver version is insufficient",
+     FailureClass.INVALID_CONFIGURATION, "all"),
+    (r"\bXid \(.*?\): (13|31|32|43|45|68)\b", FailureClass.ENGINE_DEAD, "all"),
+    (r"(CUDA|HIP) error: .*(illegal|misaligned|assert|invalid)", FailureClass.ENGINE_DEAD, "all"),
     (r"\bXid\b|uncorrectable ECC|(CUDA|HIP) error: (?!out of memory)", FailureClass.GPU_FAULT, "all"),
     (r"NCCL error|ncclUnhandled|ncclSystemError|ncclRemoteError|Watchdog caught collective",
      FailureClass.COLLECTIVE_FAILURE, "all"),
