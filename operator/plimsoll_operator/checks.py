@@ -32,6 +32,7 @@ _PRECEDENCE = (
     FailureClass.GPU_FAULT,
     FailureClass.GPU_BUSY_AT_START,
     FailureClass.COLLECTIVE_FAILURE,
+    FailureClass.EVICTED,
     FailureClass.ENGINE_DEAD,
     FailureClass.UNSCHEDULABLE,
 )

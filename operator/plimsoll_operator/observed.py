@@ -130,6 +130,15 @@ class Container:
 
 
 @dataclass(frozen=True)
+class Disruption:
+    """Why a pod is, or was, taken from its node: preemption, eviction, a taint, a shutdown."""
+
+    reason: str
+    message: str
+    at: float | None
+
+
+@dataclass(frozen=True)
 class Pod:
     name: str
     uid: str
@@ -145,6 +154,8 @@ class Pod:
     # Why the scheduler found no node, in its words.
     unschedulable: str | None
     container: Container | None
+    unschedulable_since: float | None = None
+    disruption: Disruption | None = None
     # Only where the engine is stock vLLM: the gate before it, which has the ports.
     gate: Container | None = None
     # Of a replica that is a group: its other pods. Readiness is then the group's, the rest the leader's.

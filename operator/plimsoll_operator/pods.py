@@ -6,7 +6,7 @@ In: bodies. Out: :class:`Pod`, with the state of its engine's container and of t
 from __future__ import annotations
 
 from plimsoll_operator import names
-from plimsoll_operator.observed import Container, Json, Pod, Termination, seconds
+from plimsoll_operator.observed import Container, Disruption, Json, Pod, Termination, seconds
 
 
 def read_pod(body: Json, ordinal: int | None = None) -> Pod:
@@ -30,9 +30,21 @@ def read_pod(body: Json, ordinal: int | None = None) -> Pod:
         ready_since=seconds(ready["lastTransitionTime"]) if is_ready else None,
         phase=status.get("phase", "Pending"),
         unschedulable=scheduled.get("message", "no node fits") if unschedulable else None,
+        unschedulable_since=_time(scheduled, "lastTransitionTime") if unschedulable else None,
+        disruption=_read_disruption(status, conditions.get("DisruptionTarget", {})),
         container=read_container(body, names.ENGINE_CONTAINER),
         gate=read_container(body, names.GATE_CONTAINER),
     )
+
+
+def _read_disruption(status: Json, target: Json) -> Disruption | None:
+    if target.get("status") == "True":
+        at = _time(target, "lastTransitionTime")
+        return Disruption(target.get("reason", "Disrupted"), target.get("message", ""), at)
+    # A kubelet that is short of something, or shuts down, may say so in the status alone.
+    if status.get("phase") == "Failed" and "reason" in status:
+        return Disruption(status["reason"], status.get("message", ""), None)
+    return None
 
 
 def read_container(body: Json, name: str) -> Container | None:
@@ -71,14 +83,17 @@ def _memory_limit(body: Json, name: str) -> str | None:
     return None
 
 
+def _time(part: Json, field: str) -> float | None:
+    return seconds(part[field]) if field in part else None
+
+
 def _termination(terminated: Json) -> Termination:
-    started, finished = terminated.get("startedAt"), terminated.get("finishedAt")
     return Termination(
         reason=terminated.get("reason", "Error"),
         exit_code=terminated["exitCode"],
         message=terminated.get("message", ""),
-        started_at=None if started is None else seconds(started),
-        finished_at=None if finished is None else seconds(finished),
+        started_at=_time(terminated, "startedAt"),
+        finished_at=_time(terminated, "finishedAt"),
     )
 
 

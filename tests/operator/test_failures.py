@@ -12,6 +12,7 @@ from plimsoll_operator.observed import Container, Pod, Termination
 from plimsoll_operator.pods import read_pod
 from plimsoll_operator.tuning.failures import MAX_MESSAGE, classify
 from plimsoll_operator.tuning.values import Failure, FailureClass
+from support.resources import NOW, pod_body, time
 
 
 def pod(container: Container | None, **changes: Any) -> Pod:
@@ -233,6 +234,47 @@ def test_no_node_for_the_pod() -> None:
     failure = found(pod(None, unschedulable="0/3 nodes: 3 Insufficient nvidia.com/mig-3g.71gb"))
     assert failure.failure_class is FailureClass.UNSCHEDULABLE
     assert "nvidia.com/mig-3g.71gb" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "at"),
+    [
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "DisruptionTarget",
+                        "status": "True",
+                        "reason": "PreemptionByScheduler",
+                        "message": "a pod of higher priority needs the node",
+                        "lastTransitionTime": time(NOW),
+                    }
+                ]
+            },
+            (
+                "taken from node node-1 (PreemptionByScheduler): a pod of higher priority needs the "
+                "node"
+            ),
+            NOW,
+        ),
+        (
+            {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
+            "taken from node node-1 (Evicted): The node was low on memory.",
+            None,
+        ),
+    ],
+)
+def test_what_took_a_pod_from_its_node_is_told(status: Any, message: str, at: float | None) -> None:
+    body = pod_body()
+    body["status"] |= status
+    failure = found(read_pod(body))
+    assert (failure.failure_class, failure.message) == (FailureClass.EVICTED, message)
+    assert failure.at == at
+
+
+def test_since_when_no_node_is_found_is_told() -> None:
+    waiting = read_pod(pod_body(unschedulable="0/3 nodes: too few GPUs", created=NOW))
+    assert (found(waiting).failure_class, found(waiting).at) == (FailureClass.UNSCHEDULABLE, NOW)
 
 
 def test_an_oom_explains_more_than_the_image_pull_after_it() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from plimsoll_operator import checks
+from plimsoll_operator.desired import events
 from plimsoll_operator.desired.events import build_events
 from plimsoll_operator.desired.status import (
     Report,
@@ -254,6 +255,47 @@ def test_one_event_per_turn_and_none_while_nothing_turns() -> None:
     assert event.message == "Degraded True (ModelTooLarge) -> True: about ImageError"
     (event,) = build_events({}, calm)
     assert event.message == "Ready -> True: about Serving"
+
+
+@pytest.mark.parametrize(
+    ("condition", "before", "after", "warning"),
+    [
+        ("Ready", "True", "False", True),
+        ("Ready", "False", "True", False),
+        ("Ready", "True", "Unknown", True),
+        ("Available", "True", "False", True),
+        ("Available", "False", "True", False),
+        ("Progressing", "True", "False", True),
+        ("Progressing", "False", "True", False),
+        ("Degraded", "True", "False", False),
+        ("Stalled", "True", "False", False),
+        ("MetricsAvailable", "False", "True", False),
+        ("TuningActive", "True", "False", False),
+        ("TuningLimited", "False", "True", False),
+        ("OOMDetected", "True", "False", False),
+        # The tuner's own Events tell of these.
+        ("MetricsAvailable", "True", "False", None),
+        ("OOMDetected", "False", "True", None),
+    ],
+)
+def test_every_transition_is_one_event_with_from_and_to(
+    condition: str, before: str, after: str, warning: bool | None
+) -> None:
+    def one(status: str, reason: str) -> Json:
+        found = {"type": condition, "status": status, "reason": reason, "message": "so"}
+        return {"conditions": [found]}
+
+    found = build_events(one(before, "Was"), one(after, "Is"))
+    if warning is None:
+        assert found == ()
+        return
+    (event,) = found
+    assert event.message == f"{condition} {before} (Was) -> {after}: so"
+    assert (event.reason, event.warning) == ("Is", warning)
+    assert build_events(one(after, "Is"), one(after, "Is")) == ()
+    # What a new object begins with is no transition, unless it is a trouble or all is well.
+    told = (condition, after) in {*events._TROUBLES, ("Ready", "True")}
+    assert bool(build_events({}, one(after, "Is"))) is told
 
 
 def test_one_death_by_memory_is_one_event_and_a_stall_for_it_another() -> None:

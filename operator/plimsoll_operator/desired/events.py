@@ -1,7 +1,7 @@
-"""One Event per transition of a condition that a user would look for in `kubectl describe`.
+"""One Event per transition of a condition, with from and to, as `kubectl describe` shows them.
 
 In: the status before and after a pass. Out: Events; none when nothing turned. The tuner makes its
-own Events, one per decision and one per death by memory.
+own Events: one per decision, per death by memory, and when metrics are lost.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from plimsoll_operator.tuning.values import OUT_OF_MEMORY, Event
 
 Json = dict[str, Any]
 
-# (condition, status): whether turning to it is a warning.
-_TURNS = {
-    ("Ready", "True"): False,
-    ("Progressing", "False"): True,
-    ("Degraded", "True"): True,
-    ("Stalled", "True"): True,
-}
-# The tuner's Event OOM has told of the death already. That it stalls the deployment is news.
-_TOLD = {("Degraded", "True", failure_class.value) for failure_class in OUT_OF_MEMORY}
+# In these another reason is another trouble, and a new object that begins so is in trouble.
+_TROUBLES = {("Progressing", "False"), ("Degraded", "True"), ("Stalled", "True")}
+_WARNINGS = {*_TROUBLES, ("Ready", "False"), ("Ready", "Unknown"), ("Available", "False")}
+# What the tuner's own Events tell of. That a death by memory stalls the deployment is news.
+_TOLD = {("MetricsAvailable", "False"), ("OOMDetected", "True")}
+_TOLD_OF = {("Degraded", "True"), ("Ready", "False")}
 
 
 def build_events(previous: Json, status: Json) -> tuple[Event, ...]:
-    """A changed reason counts as a turn as well: another trouble is news."""
+    """The first status of a condition is no transition, unless it is a trouble or all is well."""
     before = {
         condition["type"]: (condition["status"], condition["reason"])
         for condition in previous.get("conditions", [])
@@ -33,12 +30,19 @@ def build_events(previous: Json, status: Json) -> tuple[Event, ...]:
     for condition in status.get("conditions", []):
         turn = (condition["type"], condition["status"])
         now = (condition["status"], condition["reason"])
-        reason = condition["reason"]
-        told = (*turn, reason) in _TOLD
-        if turn in _TURNS and not told and before.get(condition["type"]) != now:
+        reason, known = condition["reason"], before.get(condition["type"])
+        told = turn in _TOLD or (turn in _TOLD_OF and reason in tuple(OUT_OF_MEMORY))
+        if turn in _TROUBLES:
+            turned = known != now
+        elif known is None:
+            turned = turn == ("Ready", "True")
+        else:
+            turned = known[0] != now[0]
+        if turned and not told:
             # A stall turns several conditions for one reason: that is one Event.
+            key = reason if turn in _WARNINGS else condition["type"]
             message = f"{_turn(condition['type'], before)} -> {now[0]}: {condition['message']}"
-            events[reason] = Event(reason, message, warning=_TURNS[turn])
+            events[key] = Event(reason, message, warning=turn in _WARNINGS)
     return tuple(events.values())
 
 

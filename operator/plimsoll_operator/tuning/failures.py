@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from plimsoll_operator.observed import Container, Pod, Termination
+from plimsoll_operator.observed import Container, Disruption, Pod, Termination
 from plimsoll_operator.tuning.last_words import (
     read_estimated_length,
     read_last_line,
@@ -63,6 +63,8 @@ def classify(pod: Pod) -> Failure | None:
     waiting = None if container is None else _from_waiting(pod, container)
     if waiting is not None:
         return waiting
+    if pod.disruption is not None:
+        return _from_disruption(pod, pod.disruption)
     if dead is not None:
         return dead
     if pod.gate is not None and (failure := _from_gate(pod, pod.gate)) is not None:
@@ -73,8 +75,21 @@ def classify(pod: Pod) -> Failure | None:
             f"{pod.uid}/unschedulable",
             pod.name,
             _cut(pod.unschedulable),
+            at=pod.unschedulable_since,
         )
     return None
+
+
+def _from_disruption(pod: Pod, disruption: Disruption) -> Failure:
+    where = "" if pod.node is None else f" from node {pod.node}"
+    words = f": {disruption.message}" if disruption.message else ""
+    return Failure(
+        FailureClass.EVICTED,
+        f"{pod.uid}/evicted",
+        pod.name,
+        _cut(f"taken{where} ({disruption.reason}){words}"),
+        at=disruption.at,
+    )
 
 
 def _from_waiting(pod: Pod, container: Container) -> Failure | None:

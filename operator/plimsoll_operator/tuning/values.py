@@ -198,6 +198,7 @@ class FailureClass(StrEnum):
     COLLECTIVE_FAILURE = "CollectiveFailure"
     MODEL_LOAD_FAILED = "ModelLoadFailed"
     INVALID_CONFIGURATION = "InvalidConfiguration"
+    EVICTED = "Evicted"
     IMAGE_ERROR = "ImageError"
     UNSCHEDULABLE = "Unschedulable"
     ENGINE_DEAD = "EngineDead"
