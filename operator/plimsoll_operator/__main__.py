@@ -19,6 +19,7 @@ from plimsoll_operator.cluster import Cluster
 from plimsoll_operator.controller import DEFAULT_ENGINE_IMAGE, Controller, Options
 from plimsoll_operator.endpoints import Readiness, serve
 from plimsoll_operator.leadership import Leadership, LeadershipLostError, LeaseName
+from plimsoll_operator.redaction import RedactingFilter
 from plimsoll_operator.spec import InvalidSpec, parse_duration
 from plimsoll_operator.telemetry import Telemetry
 
@@ -172,6 +173,8 @@ async def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments, os.environ)
     kopf.configure(verbose=options.verbose)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RedactingFilter())
     if not options.verbose:
         quiet()
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import apply_status, record_event
@@ -17,6 +17,7 @@ from plimsoll_operator.desired.events import build_events
 from plimsoll_operator.desired.rollout import rollout_events
 from plimsoll_operator.desired.status import build_failed_status, is_due, with_emptied_lists
 from plimsoll_operator.observed import Json, read_status
+from plimsoll_operator.redaction import redact, redacted
 from plimsoll_operator.tuning.values import Event
 from plimsoll_operator.workers import Key
 
@@ -35,7 +36,7 @@ def is_news(resource: Json, status: Json, now: float, last: Reported | None) -> 
     """Whether the status is to be written. Another owner's fields cannot be taken out: as long as nobody
     has touched the status since, it is what it was made to be, and writing it again would change
     nothing but its time, for ever."""
-    previous = _status_of(resource)
+    previous, status = _status_of(resource), redacted(status)
     untouched = last is not None and last.answered == previous
     return is_due(last.sent if last is not None and untouched else previous, status, now)
 
@@ -56,6 +57,7 @@ async def report(
 ) -> Reported | None:
     """Status first: an Event tells of what can already be read there. ``last`` is the last write;
     what is returned goes into the next pass."""
+    status = redacted(status)
     if is_news(resource, status, now, last):
         previous = _status_of(resource)
         answered = await apply_status(cluster, resource, with_emptied_lists(status, previous))
@@ -63,7 +65,7 @@ async def report(
         before = read_status(resource)
         turns = rollout_events(before.get("rollout", {}), status.get("rollout", {}))
         events = (*events, *turns, *build_events(before, status))
-    for event in events:
+    for event in (replace(each, message=redact(each.message)) for each in events):
         # The same in the operator's log, for who has no cluster at hand: decisions, failures, changes.
         level = logging.WARNING if event.warning else logging.INFO
         metadata = resource["metadata"]
