@@ -37,6 +37,7 @@ CLUSTERS = {
         "test_manifests",
         "test_advisor",
         "test_prefetch",
+        "test_faulty_node",
         "test_groups",
     ),
     "local cluster": (

@@ -26,6 +26,11 @@ DEPLOYMENT_LABEL = f"{GROUP}/deployment"
 APPLIED_ANNOTATION = f"{GROUP}/applied-hash"
 # On the StatefulSet: a hash of the pod template alone. On a LeaderWorkerSet of both, and on its pods.
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
+# On the StatefulSet: nodes that its template avoids, and revisions that differ from it in those alone.
+AVOIDED_NODES = f"{GROUP}/avoided-nodes"
+ALIKE_REVISIONS = f"{GROUP}/alike-revisions"
+# On an LLMDeployment, by a user: nodes that are never avoided, or *.
+TRUSTED_NODES = f"{GROUP}/trusted-nodes"
 
 # On the pods of a group: the leader serves, workers hold ranks.
 ROLE_LABEL = f"{GROUP}/role"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from plimsoll_operator import cluster as api
 from plimsoll_operator import names
+from plimsoll_operator.avoidance import as_one
 from plimsoll_operator.cluster import ApiError, Cluster, Resource
 from plimsoll_operator.credentials import are_usable
 from plimsoll_operator.groups import read_groups, read_leader_worker_set
@@ -122,7 +123,7 @@ def _observe_pods(
         return None, ()
     uid = statefulset["metadata"]["uid"]
     own = tuple(read_pod(pod) for pod in pods if controller_of(pod).get("uid") == uid)
-    return read_statefulset(statefulset), own
+    return as_one(read_statefulset(statefulset), own)
 
 
 async def _observe_groups(
@@ -183,9 +184,14 @@ async def observe_spare(cluster: Cluster, deployment: Deployment, template: Json
     return Spare(True, f"node {node} has {what} to spare")
 
 
+def _names_in(annotation: str | None) -> tuple[str, ...]:
+    return tuple(annotation.split(",")) if annotation else ()
+
+
 def read_statefulset(body: Json) -> StatefulSet:
     spec, status = body["spec"], body.get("status", {})
     update = spec.get("updateStrategy", {})
+    annotations = body["metadata"].get("annotations", {})
     return StatefulSet(
         replicas=spec.get("replicas", 1),
         partition=update.get("rollingUpdate", {}).get("partition", 0),
@@ -193,7 +199,9 @@ def read_statefulset(body: Json) -> StatefulSet:
         observed_generation=status.get("observedGeneration", 0),
         current_revision=status.get("currentRevision", ""),
         update_revision=status.get("updateRevision", ""),
-        template_hash=body["metadata"].get("annotations", {}).get(names.TEMPLATE_ANNOTATION),
+        template_hash=annotations.get(names.TEMPLATE_ANNOTATION),
+        avoided=_names_in(annotations.get(names.AVOIDED_NODES)),
+        alike=_names_in(annotations.get(names.ALIKE_REVISIONS)),
         on_delete=update.get("type") == "OnDelete",
         foreign=bool(foreign_fields(body)),
     )

@@ -67,6 +67,17 @@ _STATUS_SHAPE = shape.record(
                 "canary": shape.record({"pod": shape.text}),
             }
         ),
+        "avoidedNodes": shape.list_of(
+            shape.record(
+                {
+                    "node": shape.text,
+                    "pod": shape.text,
+                    "time": shape.time,
+                    "message": shape.text,
+                },
+                required=("node", "pod", "time", "message"),
+            )
+        ),
         "load": shape.record({"time": shape.time}),
         "prefetch": shape.record({"completed": shape.text}),
         "inferencePool": shape.text,
@@ -156,6 +167,8 @@ class Pod:
     container: Container | None
     unschedulable_since: float | None = None
     disruption: Disruption | None = None
+    # Its own revision, where ``revision`` is the wanted one that counts as the same.
+    made_as: str | None = None
     # Only where the engine is stock vLLM: the gate before it, which has the ports.
     gate: Container | None = None
     # Of a replica that is a group: its other pods. Readiness is then the group's, the rest the leader's.
@@ -185,6 +198,9 @@ class StatefulSet:
     template_hash: str | None = None
     # The controller replaces nothing by itself; what is deleted comes back with the template.
     on_delete: bool = False
+    # Nodes that its template keeps pods from; revisions that differ from it in those alone.
+    avoided: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
     # Somebody else has set fields of it, perhaps in the template: they are put back in this pass.
     foreign: bool = False
 

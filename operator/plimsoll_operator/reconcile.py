@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from plimsoll_operator import checks, names, stall
+from plimsoll_operator import avoidance, checks, names, stall
 from plimsoll_operator import cluster as api
 from plimsoll_operator.apply import (
     Applied,
@@ -204,6 +204,14 @@ async def reconcile(
         spare=spare is not None and spare.fits,
     )
 
+    current = checks.current_failures(observed.pods, failures)
+    avoided: list[Json] = []
+    strays: tuple[Pod, ...] = ()
+    if not deployment.in_groups:
+        avoided = avoidance.find_avoided(observed, current, now)
+        strays = avoidance.stranded(observed, current)
+    replaced = (*step.replace, *strays)
+
     # 4. Build. What the runtime reads at its start alone is no limit to be sent.
     live_limits = decision.limits.only(settings.live)
     credentials = renew_credentials(
@@ -218,6 +226,10 @@ async def reconcile(
         revision=decision.revision,
         operator_namespace=operator_namespace,
     )
+    workload = children[workload_key(deployment)]
+    if workload is not None and not deployment.in_groups:
+        placement = avoidance.place(observed, step, avoided, applied=applied)
+        children[workload_key(deployment)] = avoidance.placed(workload, placement)
     children[job] = fetch.job
     if lacking is not None:
         del children[api.INFERENCE_POOL.kind, deployment.name]
@@ -228,7 +240,7 @@ async def reconcile(
     # 5. Apply. Nothing is written over somebody else's object, nor of a kind that is not there.
     if remembered is not None and (
         not are_settled(children, observed.children)
-        or step.replace
+        or replaced
         or canary is not None
         or decision.learned != learned
     ):
@@ -237,7 +249,7 @@ async def reconcile(
     if conflict is None and remembered is None:
         fruitless = {} if carried is None else carried.fruitless
         written = await apply_children(cluster, children, observed.children, fruitless, now)
-        for pod in () if fetch.holds else step.replace:
+        for pod in () if fetch.holds else replaced:
             await cluster.delete(api.POD, deployment.namespace, pod.name, pod.uid)
     refusals = written.refusals if conflict is None else (conflict,)
     if fetch.failed is not None:
@@ -274,7 +286,7 @@ async def reconcile(
     )
     view = checks.View(
         observed=observed,
-        failures=checks.current_failures(observed.pods, failures),
+        failures=current,
         applied=applied,
         stall=shown,
         now=now,
@@ -291,12 +303,19 @@ async def reconcile(
             engines=readings,
             limits=decision.limits,
             source=None if decision.unconfirmed else decision.source,
-            recorded={**record_tuning(decision), **fetch.recorded},
+            recorded={
+                **record_tuning(decision),
+                **fetch.recorded,
+                "avoidedNodes": avoided,
+            },
             given_up=stalled is not None and stalled == give_up,
             rollout=rollout,
         )
     )
-    events = decision.events
+    events = (
+        *decision.events,
+        *avoidance.avoidance_events(observed.status.get("avoidedNodes", []), avoided),
+    )
     if observed.statefulset is not None and not applied and not refusals and not fetch.holds:
         events = (_rolling_out(observed, template), *events)
     if (

@@ -294,6 +294,8 @@ def _revision(report: Report) -> Json:
     if statefulset is None:
         return dict(previous)
     updated, good = statefulset.update_revision, previous.get("lastKnownGood")
+    if good in statefulset.alike:
+        good = updated
     # What somebody else has put there may serve, and is not what is wanted.
     if complete(report.view) and report.view.wanted > 0 and not statefulset.foreign:
         good = updated
