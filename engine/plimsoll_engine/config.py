@@ -58,6 +58,13 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class LoadFormat(StrEnum):
+    """DUMMY draws the weights at random, for benchmarks; only the model's configuration is read."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
 class ConfigError(ValueError):
     """One setting that cannot be used.
 
@@ -104,6 +111,7 @@ class EngineConfig:
     # None: what the device, the cgroup and PLIMSOLL_MEMORY_LIMIT give.
     device_memory: int | None = None
     dtype: DType = DType.AUTO
+    load_format: LoadFormat = LoadFormat.AUTO
     tensor_parallel_size: int = 1
     block_size: int = 16
     gpu_memory_utilization: float = 0.90
@@ -175,6 +183,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         device=flags.read("device", _member_of(DeviceType), DeviceType.AUTO),
         device_memory=flags.read("device_memory", parse_bytes, None),
         dtype=flags.read("dtype", _member_of(DType), DType.AUTO),
+        load_format=flags.read("load_format", _member_of(LoadFormat), LoadFormat.AUTO),
         tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int(MAX_RANKS), 1),
         block_size=flags.read("block_size", _block_size, 16),
         gpu_memory_utilization=flags.read("gpu_memory_utilization", _share, 0.90),
@@ -394,6 +403,9 @@ def _build_parser() -> argparse.ArgumentParser:
         help="names the API answers to; the first labels the metrics (default: --model)",
     )
     model.add_argument("--dtype", help="auto (the model's; float32 on CPU), float32, ...")
+    model.add_argument(
+        "--load-format", help="auto, or dummy: random weights, for benchmarks (auto)"
+    )
     model.add_argument("--seed", metavar="N", help="of sampling without a seed of its own (0)")
 
     memory = parser.add_argument_group("device and memory")

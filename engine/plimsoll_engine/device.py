@@ -99,7 +99,8 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """Memory outside torch's allocator (context, libraries, other processes) counts as used."""
+    """Memory outside torch's allocator (context, libraries, other processes) counts as used. With
+    ``device_memory``, what is used already is not counted: that much is to be had beside it."""
 
     def __init__(self, index: int, device_memory: int | None) -> None:
         if not torch.cuda.is_available():
@@ -119,17 +120,18 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        self._limit = device_memory
+        free, physical = torch.cuda.mem_get_info(self.torch_device)
+        self._beside = 0 if device_memory is None else physical - free
+        self._total = physical if device_memory is None else min(device_memory, free)
         self._peak = 0
         self._sample()
 
     def _sample(self) -> DeviceUse:
         free, physical = torch.cuda.mem_get_info(self.torch_device)
-        total = physical if self._limit is None else min(self._limit, physical)
-        used = physical - free
+        used = max(0, physical - free - self._beside)
         # The caching allocator keeps what a step took, so looking after it sees its peak.
         self._peak = max(self._peak, used)
-        return DeviceUse(total, used, self._peak)
+        return DeviceUse(self._total, used, self._peak)
 
     def use(self, *, reset_peak: bool = False) -> DeviceUse:
         use = self._sample()

@@ -111,7 +111,14 @@ class ModelRunner:
             used=use.used,
         )
         try:
-            decoder = load_backend(source, model, self._group, dtype, self._device.torch_device)
+            decoder = load_backend(
+                source,
+                model,
+                self._group,
+                dtype,
+                self._device.torch_device,
+                config.load_format,
+            )
             layout = plan_layout(
                 num_layers=model.num_layers,
                 num_kv_heads=decoder.num_kv_heads,

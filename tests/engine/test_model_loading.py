@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from plimsoll_engine import host_memory
-from plimsoll_engine.config import DeviceType, EngineConfig
+from plimsoll_engine.config import DeviceType, EngineConfig, LoadFormat
 from plimsoll_engine.memory_estimate import check_weights_fit
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.models.backends import load_served_model, weight_bytes
@@ -67,6 +67,17 @@ def load(model: Path | str, **settings: Any) -> ModelRunner:
     runner = ModelRunner(EngineConfig(model=str(model), device=DeviceType.CPU, **settings), "cpu")
     runner.load()
     return runner
+
+
+def test_weights_are_drawn_without_any_file_of_them(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    runner = load(model, load_format=LoadFormat.DUMMY)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    [result] = generate(runner, [[1, 2, 3]], params, block_size=16)
+    assert len(result.token_ids) == 4
+    runner.shutdown()
+    assert failure_of(model).failure_class is FailureClass.MODEL_LOAD_FAILED
 
 
 def failure_of(model: Path | str, **settings: Any) -> EngineFailure:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from plimsoll_engine.config import DeviceType, EngineConfig
+from plimsoll_engine.config import DeviceType, EngineConfig, LoadFormat
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.models.backends import check_parallel_size, load_served_model
 from plimsoll_engine.models.source import ModelSource
@@ -124,6 +124,13 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     model = load_served_model(ModelSource(tmp_path))
     with pytest.raises(EngineFailure, match="Olmo2ForCausalLM runs in transformers' own code"):
         check_parallel_size(model, 2)
+
+
+def test_weights_are_not_drawn_for_it(tmp_path: Path) -> None:
+    save_tiny_model(FAMILIES["gpt2"], tmp_path)
+    with pytest.raises(EngineFailure, match="--load-format dummy: GPT2LMHeadModel.*auto") as caught:
+        open_runner(tmp_path, load_format=LoadFormat.DUMMY)
+    assert caught.value.failure_class is FailureClass.INVALID_CONFIGURATION
 
 
 def test_weight_that_is_missing_is_not_drawn_at_random(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from plimsoll_engine.config import LoadFormat
 from plimsoll_engine.models.config import (
     ARCHITECTURES,
     ModelConfig,
@@ -24,7 +25,7 @@ from plimsoll_engine.models.config import (
 )
 from plimsoll_engine.models.decoder import Attention, Decoder
 from plimsoll_engine.models.source import ModelSource, load_failure
-from plimsoll_engine.models.weights import load_weights, open_weights
+from plimsoll_engine.models.weights import draw_weights, load_weights, open_weights
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.parallel.shard import allowed_sizes, check_size
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
@@ -77,12 +78,24 @@ def load_backend(
     group: Group,
     dtype: torch.dtype,
     device: torch.device,
+    load_format: LoadFormat,
 ) -> Backend:
-    """Reads the weights. Raises EngineFailure, or what torch raises where there is no memory."""
+    """Reads the weights, or draws them. Raises EngineFailure, or what torch raises where there is no memory."""
     if isinstance(model, TransformersConfig):
+        if load_format is LoadFormat.DUMMY:
+            raise EngineFailure(
+                FailureClass.INVALID_CONFIGURATION,
+                Phase.CONFIGURATION,
+                f"--load-format dummy: {model.architecture} runs in transformers' own code, whose "
+                f"weights are read; allowed: auto. Types that can: {', '.join(ARCHITECTURES)}",
+                suggestion={"flag": "--load-format", "value": "auto"},
+            )
         return _load_by_transformers(source, model, dtype, device)
     decoder = Decoder(model, model.shard(group.rank, group.size), group, dtype, device)
-    load_weights(open_weights(source, model), decoder.destinations())
+    if load_format is LoadFormat.DUMMY:
+        draw_weights(decoder.destinations())
+    else:
+        load_weights(open_weights(source, model), decoder.destinations())
     return decoder
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,12 @@ from safetensors import SafetensorError, safe_open
 from plimsoll_engine.models.config import ModelConfig
 from plimsoll_engine.models.decoder import Destination
 from plimsoll_engine.models.source import ModelSource, load_failure
+
+
+def draw_weights(destinations: Mapping[str, Destination]) -> None:
+    """As wide as initialisers draw them."""
+    for place in destinations.values():
+        place.target.normal_(0.0, 0.02)
 
 
 class WeightReader(Protocol):
