@@ -127,7 +127,9 @@ def measure_overhead(scale: Scale) -> list[dict[str, Any]]:
     """Microseconds of a decode step of a model of nearly nothing: scheduling, inputs, launches,
     sampling, processing. With recorded steps and without."""
     return [
-        {"recorded": not eager, **row} for eager in (False, True) for row in _overhead(scale, eager)
+        {"enforce_eager": eager, **row}
+        for eager in (False, True)
+        for row in _overhead(scale, eager)
     ]
 
 

@@ -12,11 +12,28 @@ from collections.abc import Sequence
 import torch
 
 from plimsoll_engine.attention_batch import AttentionBatch
+from plimsoll_engine.config import CacheDType
 from plimsoll_engine.kv_cache import KVCache
 from plimsoll_engine.models.config import LayerAttention
 from plimsoll_engine.models.decoder import Attention
 from plimsoll_engine.reference import kv_write as kv_write_reference
 from plimsoll_engine.reference import paged_attention as paged_attention_reference
+from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
+
+
+def choose_cache_dtype(asked: CacheDType, computed: torch.dtype) -> torch.dtype:
+    """Raises EngineFailure for what neither implementation can store: both keep keys and values as
+    they are computed."""
+    name = str(computed).removeprefix("torch.")
+    if asked not in (CacheDType.AUTO, name):
+        raise EngineFailure(
+            FailureClass.INVALID_CONFIGURATION,
+            Phase.CONFIGURATION,
+            f"--kv-cache-dtype {asked}: keys and values are stored in the dtype that the model "
+            f"computes in, which is {name}; allowed: auto, {name}",
+            suggestion={"flag": "--kv-cache-dtype", "value": CacheDType.AUTO.value},
+        )
+    return computed
 
 
 class TorchAttention:

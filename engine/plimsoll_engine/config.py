@@ -58,6 +58,16 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
 
+class CacheDType(StrEnum):
+    """Of keys and values in the cache. AUTO is the dtype in which the model computes."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class LoadFormat(StrEnum):
     """DUMMY draws the weights at random, for benchmarks; only the model's configuration is read."""
 
@@ -111,6 +121,7 @@ class EngineConfig:
     # None: what the device, the cgroup and PLIMSOLL_MEMORY_LIMIT give.
     device_memory: int | None = None
     dtype: DType = DType.AUTO
+    kv_cache_dtype: CacheDType = CacheDType.AUTO
     load_format: LoadFormat = LoadFormat.AUTO
     tensor_parallel_size: int = 1
     block_size: int = 16
@@ -183,6 +194,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         device=flags.read("device", _member_of(DeviceType), DeviceType.AUTO),
         device_memory=flags.read("device_memory", parse_bytes, None),
         dtype=flags.read("dtype", _member_of(DType), DType.AUTO),
+        kv_cache_dtype=flags.read("kv_cache_dtype", _member_of(CacheDType), CacheDType.AUTO),
         load_format=flags.read("load_format", _member_of(LoadFormat), LoadFormat.AUTO),
         tensor_parallel_size=flags.read("tensor_parallel_size", _positive_int(MAX_RANKS), 1),
         block_size=flags.read("block_size", _block_size, 16),
@@ -403,6 +415,10 @@ def _build_parser() -> argparse.ArgumentParser:
         help="names the API answers to; the first labels the metrics (default: --model)",
     )
     model.add_argument("--dtype", help="auto (the model's; float32 on CPU), float32, ...")
+    model.add_argument(
+        "--kv-cache-dtype",
+        help="auto, or the dtype that the model computes in: others cannot be stored yet (auto)",
+    )
     model.add_argument(
         "--load-format", help="auto, or dummy: random weights, for benchmarks (auto)"
     )

@@ -37,6 +37,7 @@ class KVLayout:
     num_kv_heads: int
     head_size: int
     block_size: int
+    # Of what is stored; what the model computes in may be another.
     dtype: torch.dtype
     blocks_per_segment: int
 

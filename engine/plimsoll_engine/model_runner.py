@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from plimsoll_engine.attention import build_attention
+from plimsoll_engine.attention import build_attention, choose_cache_dtype
 from plimsoll_engine.config import DType, EngineConfig
 from plimsoll_engine.device import Device, DeviceUse, allocation_failure, open_device
 from plimsoll_engine.executor import (
@@ -47,8 +47,9 @@ from plimsoll_engine.step_results import StepResults
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 from plimsoll_engine.transfers import indices
 
-# Float32 logits held at once; more rows are computed in passes.
-LOGITS_BYTES = 32 << 20
+# Float32 logits held at once; more rows are computed in passes. On CUDA each pass reads the output
+# embedding again, which costs more than the memory does.
+LOGITS_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 # A pass has no more rows than a step may sample, but for so many: log-probabilities of a prompt
 # should neither take more memory than the widest batch nor go token by token.
 MIN_PASS_ROWS = 32
@@ -98,6 +99,7 @@ class ModelRunner:
         check_parallel_size(model, size)
         check_length(model.max_model_len, config.max_model_len)
         dtype = self._dtype(model)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         use = self._device.use()
         self._elsewhere = held_elsewhere(self._kind, use.used)
         check_weights_fit(
@@ -124,7 +126,7 @@ class ModelRunner:
                 num_kv_heads=decoder.num_kv_heads,
                 head_size=model.head_size,
                 block_size=config.block_size,
-                dtype=dtype,
+                dtype=cache_dtype,
                 device_kind=self._kind,
                 device_bytes=use.total,
             )
@@ -322,7 +324,7 @@ class ModelRunner:
     @property
     def _pass_rows(self) -> int:
         """Rows whose logits are computed at once."""
-        fitting = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+        fitting = max(1, LOGITS_BYTES[self._kind] // (4 * self.model.vocab_size))
         return min(fitting, max(MIN_PASS_ROWS, self._config.max_num_seqs))
 
     def reclaim(self) -> None:

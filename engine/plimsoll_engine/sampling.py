@@ -62,13 +62,14 @@ class Sampler:
             if not request.params.greedy
         }
         for order, rows in _by_order(requests, uniforms, logits):
-            drawn = _draw(
-                logits[indices(rows, logits.device)],
+            where = indices(rows, logits.device)
+            chosen[where] = _draw(
+                logits[where],
+                chosen[where],
                 order,
                 [requests[row].params for row in rows],
                 [uniforms[row] for row in rows],
             )
-            chosen.index_copy_(0, indices(rows, logits.device), drawn)
         return chosen
 
     def _draw_for(self, request: RowRequest) -> float:
@@ -99,19 +100,20 @@ def _by_order(
 
 def _draw(
     logits: torch.Tensor,
+    likeliest: torch.Tensor,
     order: _Order,
     params: Sequence[SamplingParams],
     uniforms: Sequence[float],
 ) -> torch.Tensor:
-    """Inverse transform over the kept tokens, most likely first; the arg-max where a row's logits
-    are no distribution. logits [rows, vocab] -> int64 [rows]."""
+    """Inverse transform over the kept tokens, most likely first; ``likeliest`` [rows] where a row's
+    logits are no distribution. logits [rows, vocab], not kept -> int64 [rows]."""
 
     def column(values: Iterable[float]) -> torch.Tensor:
         """float64 [rows, 1]"""
         return to_device(np.asarray(list(values), np.float64)[:, None], logits.device)
 
     # The largest becomes 0 first: divided by any temperature, it stays finite.
-    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = logits.sub_(logits.amax(dim=-1, keepdim=True))
     scaled /= column(own.temperature for own in params).float()
     ids = None
     if order.top_k is not None:
@@ -136,4 +138,4 @@ def _draw(
     nowhere = places == cumulative.shape[1]
     places = places.masked_fill(nowhere, 0)
     drawn = places if ids is None else ids.gather(1, places)
-    return torch.where(nowhere, logits.argmax(dim=-1, keepdim=True), drawn)[:, 0]
+    return torch.where(nowhere, likeliest[:, None], drawn)[:, 0]

@@ -79,6 +79,7 @@ def test_every_flag_reaches_its_attribute() -> None:
     [
         (("--device", "tpu"), "--device", "tpu", "one of auto, cpu, cuda"),
         (("--dtype", "int8"), "--dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype", "fp8", "float16, fp8_e4m3"),
         (("--load-format", "gguf"), "--load-format", "gguf", "one of auto, dummy"),
         (("--device-memory", "2GB"), "--device-memory", "2GB", "Gi"),
         (("--device-memory", "0"), "--device-memory", "0", "from 1"),

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from plimsoll_engine import host_memory
-from plimsoll_engine.config import DeviceType, EngineConfig, LoadFormat
+from plimsoll_engine.config import CacheDType, DeviceType, DType, EngineConfig, LoadFormat
 from plimsoll_engine.memory_estimate import check_weights_fit
 from plimsoll_engine.model_runner import ModelRunner
 from plimsoll_engine.models.backends import load_served_model, weight_bytes
@@ -67,6 +67,32 @@ def load(model: Path | str, **settings: Any) -> ModelRunner:
     runner = ModelRunner(EngineConfig(model=str(model), device=DeviceType.CPU, **settings), "cpu")
     runner.load()
     return runner
+
+
+@pytest.mark.parametrize(
+    ("asked", "computed"),
+    [
+        (CacheDType.FP8_E4M3, DType.FLOAT32),
+        (CacheDType.BFLOAT16, DType.FLOAT32),
+        (CacheDType.FLOAT32, DType.BFLOAT16),
+    ],
+)
+def test_cache_of_another_dtype_is_refused_before_weights_are_read(
+    model: Path, asked: CacheDType, computed: DType
+) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    failure = failure_of(model, kv_cache_dtype=asked, dtype=computed)
+    assert failure.failure_class is FailureClass.INVALID_CONFIGURATION
+    assert f"--kv-cache-dtype {asked}" in str(failure)
+    assert f"allowed: auto, {computed}" in str(failure)
+    assert failure.suggestion == {"flag": "--kv-cache-dtype", "value": "auto"}
+
+
+def test_cache_may_be_of_the_models_dtype_by_name(model: Path) -> None:
+    runner = load(model, kv_cache_dtype=CacheDType.BFLOAT16, dtype=DType.BFLOAT16)
+    assert runner.cache.layout.dtype == torch.bfloat16
+    runner.shutdown()
 
 
 def test_weights_are_drawn_without_any_file_of_them(model: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from plimsoll_engine.config import DeviceType, DType, EngineConfig
 from plimsoll_engine.executor import AllocationFailure, TokenLogprob
-from plimsoll_engine.model_runner import ModelRunner
+from plimsoll_engine.model_runner import LOGITS_BYTES, ModelRunner
 from plimsoll_engine.sampling_params import SamplingParams
 from support.greedy_loop import Generated, generate
 from support.tiny_models import (
@@ -108,7 +108,7 @@ def test_prompt_logprobs_are_those_of_a_full_forward_pass(
     runner: ModelRunner, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two rows of logits at a time: many passes.
-    monkeypatch.setattr("plimsoll_engine.model_runner.LOGITS_BYTES", 2 * 4 * VOCAB_SIZE)
+    monkeypatch.setitem(LOGITS_BYTES, "cpu", 2 * 4 * VOCAB_SIZE)
     prompt = random_prompt(45, 3)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
     [result] = generate(runner, [prompt], params, block_size=16, budget=20)

@@ -128,7 +128,9 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
 
 def test_weights_are_not_drawn_for_it(tmp_path: Path) -> None:
     save_tiny_model(FAMILIES["gpt2"], tmp_path)
-    with pytest.raises(EngineFailure, match="--load-format dummy: GPT2LMHeadModel.*auto") as caught:
+    with pytest.raises(
+        EngineFailure, match=r"--load-format dummy: GPT2LMHeadModel.*auto"
+    ) as caught:
         open_runner(tmp_path, load_format=LoadFormat.DUMMY)
     assert caught.value.failure_class is FailureClass.INVALID_CONFIGURATION
 
