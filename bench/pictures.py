@@ -34,6 +34,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.transforms import Bbox
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -303,7 +304,7 @@ def draw_conditions(axes: Axes, answer: list[Json]) -> None:
         for series in answer
         if float(series["values"][-1][0]) == last
     )
-    table = axes.table(rows, colLabels=["name", "type", "status", "reason"], bbox=(0, 0, 1, 1))
+    table = axes.table(rows, colLabels=["name", "type", "status", "reason"], bbox=Bbox.unit())
     table.auto_set_font_size(False)
     table.set_fontsize(6)
 

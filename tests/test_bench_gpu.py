@@ -16,10 +16,12 @@ from gpu_scale import FULL, LLAMA_8B, QWEN3_0_6B, SMOKE, Workload, nano_vllm_wor
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
 
 
+# Nine processes that import torch: a minute of a free core.
+@pytest.mark.timeout(900)
 def test_a_smoke_run_has_every_section_and_every_figure(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--smoke", "--json", str(file)],
+        [sys.executable, str(SCRIPT), "--smoke", "--minutes", "14", "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,
