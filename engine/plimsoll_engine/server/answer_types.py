@@ -74,19 +74,6 @@ class Usage(Struct, kw_only=True):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
-class PromptLogprob(Struct):
-    """vLLM's, of one candidate at one place of a prompt."""
-
-    logprob: float
-    # 1 is the most likely token.
-    rank: Count
-    decoded_token: str
-
-
-# By token id, the prompt's own token among them; null for the first, which nothing precedes.
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
 class TextLogprobs(Struct):
     """Four lists side by side, one entry for each token."""
 
@@ -102,8 +89,6 @@ class TextChoice(Struct, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    # Only where asked for, and never in a stream.
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -153,8 +138,6 @@ class Chat(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
-    # Only where asked for.
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(Struct, kw_only=True):

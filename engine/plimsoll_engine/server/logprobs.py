@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from plimsoll_engine.executor import TokenLogprob
 from plimsoll_engine.server.answer_types import (
     ChatToken,
-    PromptLogprob,
-    PromptLogprobs,
     TextLogprobs,
     TokenCandidate,
 )
@@ -33,24 +31,6 @@ def chat_logprobs(
         top = [_candidate(entry, token_text) for entry in alternatives]
         tokens.append(ChatToken(text, _finite(own.logprob), list(text.encode()), top))
     return tokens
-
-
-def prompt_logprobs(
-    entries: Sequence[tuple[TokenLogprob, ...]], token_text: TokenText
-) -> PromptLogprobs:
-    """``entries`` start with the prompt's second token: nothing precedes the first."""
-    return [
-        None,
-        *(
-            {
-                str(each.token_id): PromptLogprob(
-                    _finite(each.logprob), each.rank, token_text(each.token_id)
-                )
-                for each in entry
-            }
-            for entry in entries
-        ),
-    ]
 
 
 class CompletionLogprobs:
