@@ -40,6 +40,8 @@ CLUSTERS = {
         "test_faulty_node",
         "test_groups",
     ),
+    # With a control plane of its own.
+    "lifecycle": ("test_operator_lifecycle", "test_operator_rollouts", "test_operator_drift"),
     "local cluster": (
         "test_serving",
         "test_example",
@@ -53,8 +55,7 @@ GROUPS = {stem: group for group, stems in CLUSTERS.items() for stem in stems}
 
 # What takes longest, in the order in which it is begun: files, and the groups above.
 FIRST = (
-    # With a control plane of its own.
-    "test_operator_lifecycle",
+    "lifecycle",
     "local cluster",
     "test_smollm2_greedy",
     "test_tensor_parallel",

@@ -139,6 +139,14 @@ class ApiServer(Cluster):
     async def pods(self) -> list[Json]:
         return await self.find(api.POD, self.namespace, "")
 
+    async def images(self) -> dict[str, str]:
+        """Of each pod that is not going away."""
+        return {
+            pod["metadata"]["name"]: pod["spec"]["containers"][0]["image"]
+            for pod in await self.pods()
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+
     async def events(self) -> list[Json]:
         return [
             event
