@@ -2,11 +2,13 @@
 
 A cache that is short is answered in this order, each step only when the one before is exhausted or
 does not apply: long prompts wait in their lane (always); less of the cache is filled at once, when
-requests are preempted; and when the queue does not clear in the time that a long prompt may wait,
-the longest are told to come back.
+requests are preempted; and when short prompts wait although the lane has no more to give them, the
+longest are told to come back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from plimsoll_operator.tuning.forecast import most_that_fit, predict_peak
 from plimsoll_operator.tuning.lane import long_prompt_tokens
@@ -71,8 +73,8 @@ def balance_lane(situation: Situation) -> Proposal | None:
     if now is None or not settings.may_move(share):
         return None
     goal = settings.time_to_first_token
-    short = max((s.short_wait for s in situation.signals if s.short_wait is not None), default=None)
-    long = max((s.long_wait for s in situation.signals if s.long_wait is not None), default=None)
+    short = _longest(signals.short_wait for signals in situation.signals)
+    long = _longest(signals.long_wait for signals in situation.signals)
     if short is None or long is None:
         return None
     of_short, of_long = short / goal, long / (policy.long_patience * goal)
@@ -202,6 +204,8 @@ def admit_less(situation: Situation) -> Proposal | None:
         return None
     if situation.pressed_for < _patience(situation, pressed):
         return None
+    if _is_the_lanes(situation, pressed):
+        return None
     wanted = _whole_blocks(length * policy.length_down_factor, situation)
     value = max(wanted, floor)
     signals = pressed.signals
@@ -221,19 +225,30 @@ def admit_less(situation: Situation) -> Proposal | None:
     )
 
 
+def _is_the_lanes(situation: Situation, pressed: Pressure) -> bool:
+    """Whether the queue is still the lane's to clear. A load that comes and goes clears by itself,
+    and to refuse what would only have waited helps nobody. So it takes short prompts that wait
+    although the lane has had its time and has no more to give them, or preemptions although no more
+    can be kept free."""
+    policy, settings, limits = situation.policy, situation.settings, situation.limits
+    if not all(settings.may_move(parameter) for parameter in LANE):
+        return False
+    at_most = (limits.watermark or 0.0) >= policy.watermark_most
+    if at_most and is_preempting(pressed.signals, policy):
+        return False
+    tried = min(situation.pressed_for or 0.0, situation.since(Parameter.LONG_PROMPT_SHARE))
+    if tried < policy.long_patience * settings.time_to_first_token:
+        return True
+    short = _longest(signals.short_wait for signals in situation.signals)
+    if short is None:
+        return False
+    narrowest = (limits.long_prompt_share or 0.0) <= policy.long_share_least
+    return not narrowest or short < settings.time_to_first_token
+
+
 def _patience(situation: Situation, pressed: Pressure) -> float:
-    """Seconds of unbroken pressure before the length answers it. With a lane the queue is the
-    lane's to clear, unless requests are preempted although nothing more can be kept free; twice as
-    long after each recovery that did not last, since a load that flaps clears by itself."""
-    settings, limits = situation.settings, situation.limits
-    thrashing = is_preempting(pressed.signals, situation.policy)
-    at_most = (limits.watermark or 0.0) >= situation.policy.watermark_most
-    lane = all(settings.may_move(parameter) for parameter in LANE)
-    if lane and not (thrashing and at_most):
-        patience = situation.policy.long_patience * settings.time_to_first_token
-        return patience * 2.0 ** situation.undone(Parameter.MAX_MODEL_LEN)
-    # Mild pressure must be on two pages; they are never exactly one interval apart.
-    return 0.0 if pressed.severe else 0.8 * settings.scrape_interval
+    """Mild pressure must be on two pages; they are never exactly one interval apart."""
+    return 0.0 if pressed.severe else 0.8 * situation.settings.scrape_interval
 
 
 def admit_more(situation: Situation) -> Proposal | None:
@@ -271,3 +286,7 @@ def admit_more(situation: Situation) -> Proposal | None:
 def _whole_blocks(length: float, situation: Situation) -> int:
     block = situation.settings.block_size
     return max(block, int(length) // block * block)
+
+
+def _longest(waits: Iterable[float | None]) -> float | None:
+    return max((wait for wait in waits if wait is not None), default=None)

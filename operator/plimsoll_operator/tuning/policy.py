@@ -30,14 +30,13 @@ class TuningPolicy:
     default_floor_share: float = 0.25
     # After its own move the tuner does not judge for this many scrapes.
     settle_scrapes: float = 2.0
-    calm_window: float = 20.0
-    # A recovery that did not last this long makes the next one wait longer by this factor, for a
-    # day: 20 s, 5 min, 30 min. (A reversal is A, B, A within 30 minutes; at most two a day are
-    # allowed under a load that is on and off by the minute.)
+    # Turns. A limit that goes there and back within half an hour flaps, and at most two turns a day
+    # are allowed under a load that is on and off by the minute. So the first recovery of a day is
+    # quick, since most bursts come alone; one that did not last half an hour makes the next wait
+    # for longer than that, a second one for a day.
     reversal_gap: float = 30 * 60.0
     reversal_memory: float = 24 * 3600.0
-    calm_growth: float = 15.0
-    calm_window_max: float = 30 * 60.0
+    recovery_waits: tuple[float, ...] = (20.0, 31 * 60.0, 24 * 3600.0)
 
     # The long lane: the strongest simple rule known is 70 % of the cache for prompts above 8k, with
     # a watermark of 0.05 (vLLM's PR 44594: 1065 preemptions become 187, at 5 % more throughput).
@@ -59,15 +58,16 @@ class TuningPolicy:
     share_deadband: float = 0.05
     share_interval: float = 10 * 60.0
     # Who has used up half of its patience, and twice as much of it as the other, gets a step of the
-    # lane; a turn waits a minute, the next ones longer, as recoveries do. A step of 0.10 beat 0.05
-    # in simulated bursts of long prompts (docs/log.md), and the few that lead from end to end leave
+    # lane. A turn waits a minute, to take back what went too far; one that gives to long prompts
+    # again waits longer with each turn of the last day, as recoveries do. A step of 0.10 beat 0.05 in
+    # simulated bursts of long prompts (docs/log.md), and the few that lead from end to end leave
     # earlier turns in the history.
     balance_pressed: float = 0.5
     balance_ratio: float = 2.0
     balance_step: float = 0.10
     balance_most: float = 0.90
     balance_interval: float = 15.0
-    balance_turn: float = 60.0
+    turn_waits: tuple[float, ...] = (60.0, 31 * 60.0, 24 * 3600.0)
     # Preemption. The same measurement: above 0.10 there are no fewer preemptions, and 3 % less
     # throughput. It goes back once there has been room for ten minutes.
     watermark_step: float = 0.025
@@ -76,8 +76,8 @@ class TuningPolicy:
     seqs_interval: float = 60.0
     seqs_down_factor: float = 0.8
     seqs_up_factor: float = 1.5
-    # With a lane the length is the last resort: a long prompt may wait fifteen times as long as a
-    # short one (30 s for 2 s, Mooncake's limit of an effective request).
+    # A long prompt may wait fifteen times as long as a short one (30 s for 2 s, Mooncake's limit of
+    # an effective request).
     long_patience: float = 15.0
 
     # The batch budget: half after a caught allocation failure, twice after as long as an OOM blocks.

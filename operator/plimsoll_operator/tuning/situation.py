@@ -73,18 +73,12 @@ class Situation:
 
     def recovery_wait(self, parameter: Parameter) -> float:
         """How long it must be calm before ``parameter`` recovers: a settle time within a recovery,
-        else the window, longer by a factor for each recovery of the last day that did not last. So
-        a load that flaps is followed twice and then no more until it stops."""
+        else longer for each recovery of the last day that did not last. So a load that flaps is
+        followed once and then no more until it stops."""
         policy = self.policy
-        newest = max(
-            (change for change in self.history if change.parameter is parameter),
-            key=lambda change: change.time,
-            default=None,
-        )
-        if newest is not None and newest.rule is Rule.CALM:
+        if self.last_rule(parameter) is Rule.CALM:
             return policy.settle_scrapes * self.settings.scrape_interval
-        grown = policy.calm_window * policy.calm_growth ** self.undone(parameter)
-        return min(grown, policy.calm_window_max)
+        return _nth(policy.recovery_waits, self.undone(parameter))
 
     def last_rule(self, parameter: Parameter) -> Rule | None:
         """Of its newest change that is remembered."""
@@ -93,13 +87,12 @@ class Situation:
 
     def turn_wait(self, parameter: Parameter, *, up: bool) -> float:
         """How long after its last change the balance may move ``parameter``: a moment in the same
-        direction, longer for a turn, and longer again for each turn of the last day."""
+        direction, longer for a turn, and for one upwards longer with each turn of the last day."""
         policy = self.policy
         steps = [
             (change.time, change.after > change.before)
             for change in self.history
             if change.parameter is parameter
-            and change.rule is Rule.BALANCE
             and change.before is not None
             and change.after is not None
             and self.now - change.time < policy.reversal_memory
@@ -107,7 +100,7 @@ class Situation:
         if not steps or steps[-1][1] is up:
             return policy.balance_interval
         turns = sum(one is not other for (_, one), (_, other) in itertools.pairwise(steps))
-        return min(policy.balance_turn * policy.calm_growth**turns, policy.calm_window_max)
+        return _nth(policy.turn_waits, turns if up else 0)
 
     def undone(self, parameter: Parameter) -> int:
         """Recoveries of the last day that did not last half an hour."""
@@ -124,6 +117,10 @@ class Situation:
     def soon_after_oom(self) -> bool:
         last = self.learned.last_oom_at
         return last is not None and self.now - last < self.policy.no_raise_after_oom
+
+
+def _nth(waits: tuple[float, ...], before: int) -> float:
+    return waits[min(before, len(waits) - 1)]
 
 
 @dataclass(frozen=True)
