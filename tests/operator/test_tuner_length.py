@@ -163,9 +163,11 @@ class TestLength:
             fleet.idle(60, **CALM)
         lowered = [c.time for d in fleet.log for c in d.changes if c.rule is Rule.PRESSURE]
         raised = [c.time for d in fleet.log for c in d.changes if c.rule is Rule.CALM]
-        # Three steps up in the first minute of calm; the second would have to last five minutes.
+        # Three steps up in the first minute of calm; the second would have to last half an hour.
         assert len(raised) == 3
         assert max(raised) < START + 130
         assert len(lowered) == 6
-        fleet.idle(360, **CALM)
+        fleet.idle(1700, **CALM)
+        assert fleet.state.limits.max_model_len == 1024
+        fleet.idle(180, **CALM)
         assert fleet.state.limits.max_model_len == 8192

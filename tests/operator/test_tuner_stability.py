@@ -88,27 +88,26 @@ def test_b9_a_minute_on_and_a_minute_off_turns_no_limit_more_than_twice(load: st
     assert all(len(turns) <= 2 for turns in by_parameter.values()), by_parameter
     assert sum(map(len, by_parameter.values())) <= 4
     # Whatever turned did so at the beginning: the rest of the day is quiet.
-    assert all(time < START + HALF_AN_HOUR for turns in by_parameter.values() for time in turns)
+    assert all(time < START + 3600 for turns in by_parameter.values() for time in turns)
 
 
-@run(deadline=None, max_examples=8)
+@run(deadline=None, max_examples=12)
 @given(
-    st.lists(st.integers(1, 50), min_size=2, max_size=8),
+    st.lists(st.integers(1, 40), min_size=2, max_size=2)
+    | st.lists(st.integers(1, 10), min_size=4, max_size=8),
     st.sampled_from(sorted(LOADS)),
 )
-def test_no_rhythm_turns_a_limit_more_than_eight_times_in_an_hour(
-    phases: list[int], load: str
-) -> None:
-    """The waits grow from 20 s to 5 min to 30 min: three recoveries that do not last at the most,
-    and as many lowerings after them."""
+def test_no_rhythm_turns_a_limit_more_than_twice(phases: list[int], load: str) -> None:
+    """Loads that repeat themselves within half an hour, for six hours: the way back from the second
+    turn waits for more rest than they ever have. What comes once an hour may be followed."""
     found, page = LOADS[load]
-    fleet = Fleet(found)
-    flap(fleet, page, 3600, phases)
+    fleet = Fleet(replace(found, scrape_interval=20.0), interval=20.0)
+    flap(fleet, page, DAY / 4, phases)
     for parameter in Parameter:
         turns = reversals(
             change for d in fleet.log for change in d.changes if change.parameter is parameter
         )
-        assert len(turns) <= 8
+        assert len(turns) <= 2, (parameter, turns)
 
 
 pages = st.fixed_dictionaries(
