@@ -51,7 +51,7 @@ def check_weights_fit(
 ) -> None:
     """``total`` and ``used`` are one rank's device's; on the CPU the ``local_size`` ranks of a pod
     share one ``total``."""
-    shards = [weight_bytes(model, dtype, rank, size) for rank in range(size)]
+    shards = [weight_bytes(model, dtype, rank, size, device_kind) for rank in range(size)]
     on_cpu = device_kind == "cpu"
     weights = sum(shards) * local_size // size if on_cpu else max(shards)
     in_use = used * local_size if on_cpu else used
@@ -116,6 +116,6 @@ def suggested_memory(
 def _fitting_size(model: ServedModel, dtype: torch.dtype, free: int, *, above: int) -> int | None:
     for size in allowed_parallel_sizes(model):
         # A fifth for activations, runtime and KV.
-        if size > above and 1.2 * weight_bytes(model, dtype, 0, size) <= free:
+        if size > above and 1.2 * weight_bytes(model, dtype, 0, size, "cuda") <= free:
             return size
     return None

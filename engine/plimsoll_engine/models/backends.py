@@ -24,6 +24,7 @@ from plimsoll_engine.models.config import (
     load_hf_config,
 )
 from plimsoll_engine.models.decoder import Attention, Decoder
+from plimsoll_engine.models.linear import packs
 from plimsoll_engine.models.source import ModelSource, load_failure
 from plimsoll_engine.models.weights import draw_weights, load_weights, open_weights
 from plimsoll_engine.parallel.group import Group, LoneRank
@@ -96,6 +97,7 @@ def load_backend(
         draw_weights(decoder.destinations())
     else:
         load_weights(open_weights(source, model), decoder.destinations())
+    decoder.pack()
     return decoder
 
 
@@ -157,9 +159,14 @@ def check_parallel_size(model: ServedModel, size: int) -> None:
         )
 
 
-def weight_bytes(model: ServedModel, dtype: torch.dtype, rank: int, size: int) -> int:
+def weight_bytes(
+    model: ServedModel, dtype: torch.dtype, rank: int, size: int, device_kind: str
+) -> int:
     """Of one rank's part, told from sizes alone."""
     if isinstance(model, TransformersConfig):
         return model.num_parameters * dtype.itemsize
     shard = model.shard(rank, size)
-    return Decoder(model, shard, LoneRank(), dtype, torch.device("meta")).num_bytes()
+    decoder = Decoder(model, shard, LoneRank(), dtype, torch.device("meta"))
+    # A packed head is no embedding any more.
+    copied = model.tied_embeddings and packs(device_kind, dtype)
+    return decoder.num_bytes() + (decoder.embedding.nbytes if copied else 0)

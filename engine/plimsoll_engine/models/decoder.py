@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from plimsoll_engine.layer_ops import LayerOps, choose_layer_ops
 from plimsoll_engine.models.config import ModelConfig
+from plimsoll_engine.models.linear import Weight
 from plimsoll_engine.parallel.group import Group
 from plimsoll_engine.parallel.shard import Shard
 
@@ -45,23 +46,23 @@ class Destination:
 class Linear:
     """``weight`` [out, in]; ``bias`` [out] or None."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.multiply(x, self.bias)
 
 
 @dataclass(frozen=True)
 class RowParallelLinear:
     """The input's columns are divided among ranks: partial products are summed, then biased."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
     group: Group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.group.all_reduce(F.linear(x, self.weight))
+        result = self.group.all_reduce(self.weight.multiply(x))
         return result if self.bias is None else result + self.bias
 
 
@@ -119,6 +120,9 @@ class Decoder:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def matrix(rows: int, columns: int) -> Weight:
+            return Weight(empty(rows, columns))
+
         def norm(size: int) -> RMSNorm:
             return RMSNorm(empty(size), config.rms_norm_eps, self._ops)
 
@@ -128,20 +132,20 @@ class Decoder:
         self.layers = [
             Layer(
                 input_norm=norm(hidden),
-                qkv=Linear(empty(qkv_rows, hidden), empty(qkv_rows) if config.qkv_bias else None),
+                qkv=Linear(matrix(qkv_rows, hidden), empty(qkv_rows) if config.qkv_bias else None),
                 query_norm=norm(head_size) if config.qk_norm else None,
                 key_norm=norm(head_size) if config.qk_norm else None,
                 output=RowParallelLinear(
-                    empty(hidden, self.num_heads * head_size),
+                    matrix(hidden, self.num_heads * head_size),
                     empty(hidden) if config.output_bias else None,
                     group,
                 ),
                 post_norm=norm(hidden),
                 gate_up=Linear(
-                    empty(2 * inner, hidden), empty(2 * inner) if config.mlp_bias else None
+                    matrix(2 * inner, hidden), empty(2 * inner) if config.mlp_bias else None
                 ),
                 down=RowParallelLinear(
-                    empty(hidden, inner), empty(hidden) if config.mlp_bias else None, group
+                    matrix(hidden, inner), empty(hidden) if config.mlp_bias else None, group
                 ),
             )
             for _ in range(config.num_layers)
@@ -149,21 +153,24 @@ class Decoder:
         self.norm = norm(hidden)
         self.embedding = empty(len(shard.vocabulary), hidden)
         self.head = (
-            self.embedding if config.tied_embeddings else empty(len(shard.vocabulary), hidden)
+            Weight(self.embedding)
+            if config.tied_embeddings
+            else matrix(len(shard.vocabulary), hidden)
         )
         self._inverse_frequencies = torch.tensor(
             config.inverse_frequencies, dtype=torch.float32, device=device
         )
+        self._stored_bytes = sum(place.target.nbytes for place in self.destinations().values())
 
     def destinations(self) -> dict[str, Destination]:
-        """Name in a Hugging Face checkpoint -> where it goes, for every weight of this shard."""
+        """Name in a Hugging Face checkpoint -> where it goes, for every weight of this shard; before ``pack``."""
         hidden = range(self.config.hidden_size)
         result = {
             "model.embed_tokens.weight": Destination(self.embedding, self.shard.vocabulary, hidden),
             "model.norm.weight": Destination(self.norm.weight, hidden),
         }
         if not self.config.tied_embeddings:
-            result["lm_head.weight"] = Destination(self.head, self.shard.vocabulary, hidden)
+            result["lm_head.weight"] = Destination(self.head.dense, self.shard.vocabulary, hidden)
         for index, layer in enumerate(self.layers):
             for name, destination in self._layer_destinations(layer):
                 result[f"model.layers.{index}.{name}"] = destination
@@ -193,20 +200,32 @@ class Decoder:
                 stop = start + len(rows)
                 yield (
                     f"{block}.{name}.weight",
-                    Destination(linear.weight[start:stop], rows, hidden),
+                    Destination(linear.weight.dense[start:stop], rows, hidden),
                 )
                 if linear.bias is not None:
                     yield f"{block}.{name}.bias", Destination(linear.bias[start:stop], rows)
                 start = stop
-        yield "self_attn.o_proj.weight", Destination(layer.output.weight, hidden, queries)
-        yield "mlp.down_proj.weight", Destination(layer.down.weight, hidden, inner)
+        yield "self_attn.o_proj.weight", Destination(layer.output.weight.dense, hidden, queries)
+        yield "mlp.down_proj.weight", Destination(layer.down.weight.dense, hidden, inner)
         if layer.output.bias is not None:
             yield "self_attn.o_proj.bias", Destination(layer.output.bias, hidden)
         if layer.down.bias is not None:
             yield "mlp.down_proj.bias", Destination(layer.down.bias, hidden)
 
+    def pack(self) -> None:
+        """Brings the weights, once they are read, into the order that the device reads best.
+
+        One at a time: no more than the largest is there twice. A head that is the embedding too
+        becomes a copy of it: rows of a packed weight cannot be looked up.
+        """
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.weight.pack()
+        self.head.pack()
+
     def num_bytes(self) -> int:
-        return sum(place.target.nbytes for place in self.destinations().values())
+        copied = self.config.tied_embeddings and self.head.is_packed
+        return self._stored_bytes + (self.embedding.nbytes if copied else 0)
 
     def forward(
         self,
@@ -233,7 +252,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """[rows, hidden_size] -> float32 [rows, vocab_size]; None on ranks other than 0."""
-        logits = F.linear(hidden, self.head)
+        logits = self.head.multiply(hidden)
         if self.shard.vocabulary_divided:
             gathered = self.group.gather_columns(logits)
             return None if gathered is None else gathered.float()
