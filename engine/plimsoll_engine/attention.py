@@ -1,8 +1,8 @@
 """Keeps a step's keys and values and attends, with the implementation that fits the device.
 
 In: a KV cache and where a step's sequences lie. Out: the decoder's ``Attention``. On CUDA the
-Triton kernels run, on the CPU their plain-torch twins, whose index tensors are the same for every
-layer that sees the same window and are made once per step.
+Triton kernels run, on the CPU native ones; where these are missing, the plain-torch twins of both,
+whose index tensors are the same for every layer that sees the same window and are made once per step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from plimsoll_engine.config import CacheDType
 from plimsoll_engine.kv_cache import KVCache
 from plimsoll_engine.models.config import LayerAttention
 from plimsoll_engine.models.decoder import Attention
+from plimsoll_engine.native.ops import NativeAttention, find_kernels
 from plimsoll_engine.reference import kv_write as kv_write_reference
 from plimsoll_engine.reference import paged_attention as paged_attention_reference
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
@@ -105,5 +106,9 @@ def build_attention(
     slots: torch.Tensor,
     layers: Sequence[LayerAttention],
 ) -> Attention:
-    kind = TorchAttention if slots.device.type == "cpu" else TritonAttention
-    return kind(cache, batch, slots, layers)
+    if slots.device.type != "cpu":
+        return TritonAttention(cache, batch, slots, layers)
+    kernels = find_kernels(cache.layout.dtype)
+    if kernels is None:
+        return TorchAttention(cache, batch, slots, layers)
+    return NativeAttention(kernels, cache, batch, slots, layers)

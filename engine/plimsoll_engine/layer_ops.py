@@ -1,7 +1,8 @@
 """The small operations of a decoder's layer, with the implementation that fits the device.
 
-In: a device. Out: functions with one signature each; ``ops`` says what they take and give. On CUDA
-they are Triton kernels, elsewhere (on the CPU, and where only sizes are asked for) plain torch.
+In: a device and a type. Out: functions with one signature each; ``ops`` says what they take and
+give. On CUDA they are Triton kernels, on the CPU native ones where these could be compiled, and
+elsewhere (also where only sizes are asked for) plain torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plimsoll_engine.native.ops import NativeKernels, find_kernels
 from plimsoll_engine.reference.rms_norm import add_rms_norm, rms_norm
 from plimsoll_engine.reference.rotary import rotary
 from plimsoll_engine.reference.silu_and_mul import silu_and_mul
@@ -38,5 +40,12 @@ def triton_ops() -> LayerOps:
     return LayerOps(rms_norm, add_rms_norm, rotary, silu_and_mul)
 
 
-def choose_layer_ops(device: torch.device) -> LayerOps:
-    return triton_ops() if device.type == "cuda" else TORCH_OPS
+def native_ops(kernels: NativeKernels) -> LayerOps:
+    return LayerOps(kernels.rms_norm, kernels.add_rms_norm, kernels.rotary, kernels.silu_and_mul)
+
+
+def choose_layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
+    if device.type == "cuda":
+        return triton_ops()
+    kernels = find_kernels(dtype) if device.type == "cpu" else None
+    return TORCH_OPS if kernels is None else native_ops(kernels)

@@ -147,18 +147,24 @@ def fill(cache: KVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Te
         ctypes.memmove(address, rows.data_ptr() + index * size, size)
 
 
-def poison(case: KernelCase, inputs: KernelInputs, cache: KVCache) -> None:
-    """Puts NaN before every window, up to the tile or block that it begins in: even with weight 0,
-    a result of what was read there is NaN."""
+def unseen_slots(case: KernelCase, inputs: KernelInputs) -> torch.Tensor:
+    """Those before every window, up to the tile or block that it begins in."""
+    unit = math.lcm(32, case.block_size)
     unseen: list[int] = []
     start = 0
     for queries, context in case.sequences:
         first = context - queries - (case.sliding_window or context) + 1
-        unseen.extend(range(start, start + max(0, first // 32 * 32)))
+        unseen.extend(range(start, start + max(0, first // unit * unit)))
         start += context
+    return inputs.slots[unseen]
+
+
+def poison(case: KernelCase, inputs: KernelInputs, cache: KVCache) -> None:
+    """Puts NaN where nothing is seen: even with weight 0, a result of what was read there is NaN."""
+    unseen = unseen_slots(case, inputs)
     shape = (len(unseen), case.num_kv_heads, case.head_size)
     nothing = torch.full(shape, torch.nan, dtype=case.dtype)
-    fill(cache, nothing, nothing, inputs.slots[unseen])
+    fill(cache, nothing, nothing, unseen)
 
 
 def run_write(case: KernelCase) -> dict[str, float]:

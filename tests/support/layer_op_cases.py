@@ -24,14 +24,14 @@ def run_layer_ops() -> dict[str, float]:
     kernels = triton_ops()
     measured = {}
     for name, dtype in DTYPES.items():
-        mine, theirs = _results(kernels, dtype), _results(TORCH_OPS, dtype)
+        mine, theirs = compute(kernels, dtype), compute(TORCH_OPS, dtype)
         for operation, result in mine.items():
             difference = (result.float() - theirs[operation].float()).abs().max()
             measured[f"{operation}-{name}"] = float(difference)
     return measured
 
 
-def _results(ops: LayerOps, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def compute(ops: LayerOps, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

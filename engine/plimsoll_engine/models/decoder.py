@@ -108,12 +108,12 @@ class Decoder:
     ) -> None:
         """Allocates the shard's weights without setting them (device "meta": sizes only).
 
-        ``ops``: those that fit the device, when None.
+        ``ops``: those that fit device and type, when None.
         """
         self.config = config
         self.shard = shard
         self.group = group
-        self._ops = ops or choose_layer_ops(device)
+        self._ops = ops or choose_layer_ops(device, dtype)
         self.num_heads = len(shard.query_heads)
         self.num_kv_heads = len(shard.kv_heads)
 
