@@ -12,11 +12,6 @@
 #include <limits>
 #include <vector>
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define PAIRED_PRODUCTS 1
-#endif
-
 namespace {
 
 constexpr int LANES = 16;
@@ -239,6 +234,7 @@ void kv_write(const Pages<T>& pages, const T* key, const T* value, const int64_t
 #pragma omp parallel for if (tokens * row >= PARALLEL_ELEMENTS)
   for (long token = 0; token < tokens; token++) {
     long slot = slots[token];
+    if (slot < 0) continue;  // the row belongs to nobody
     T* to = pages.key(slot / pages.block_size, slot % pages.block_size, 0);
     std::memcpy(to, key + token * key_token, row * sizeof(T));
     std::memcpy(to + pages.to_value(), value + token * value_token, row * sizeof(T));
@@ -323,7 +319,7 @@ class Tile {
     long start = batch_.window ? std::max<long>(0, first - batch_.window + 1) : 0;
     for (long key = start; key < end; key += KEYS) {
       read_keys(key, end);
-      score(key);
+      score();
       weigh(key, end);
       accumulate(std::min<long>(KEYS, end - key));
     }
@@ -372,7 +368,7 @@ class Tile {
     }
   }
 
-  void score(long) {
+  void score() {
     for (long row = 0; row < padded_rows_; row += ROWS_AT_ONCE) {
       const float* query = &scratch_.queries[row * padded_];
       Lanes scores[ROWS_AT_ONCE][KEY_VECTORS] = {};
@@ -457,7 +453,8 @@ class Tile {
   void write(T* out) {
     for (long row = 0; row < rows_; row++) {
       T* to = out + ((first_query_ + token(row)) * batch_.heads + head(row)) * size_;
-      float factor = 1.0f / scratch_.total[row];
+      // Nothing was seen where the context is empty: a row that belongs to nobody.
+      float factor = scratch_.total[row] > 0 ? 1.0f / scratch_.total[row] : 0.0f;
       for (long i = 0; i < size_; i += LANES)
         store_up_to(to + i, load(&scratch_.outputs[row * padded_ + i]) * factor, size_ - i);
     }

@@ -39,7 +39,12 @@ def load_library() -> ctypes.CDLL | None:
         log.info("%s=torch: the CPU computes with plain torch", SWITCH)
         return None
     try:
-        return ctypes.CDLL(str(ensure_compiled(cache_folder())))
+        folder = cache_folder()
+        path = ensure_compiled(folder)
+        library = ctypes.CDLL(str(path))
+        if path.parent != folder:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return library
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
             "the CPU computes with plain torch, more slowly: its kernels cannot be compiled (%s); "
