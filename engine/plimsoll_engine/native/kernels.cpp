@@ -10,7 +10,12 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -123,7 +128,8 @@ inline Lanes exp2(Lanes x) {
   IntLanes exponent = (IntLanes)shifted - (IntLanes)all(shift);
   Lanes result = (Lanes)((IntLanes)power + (exponent << 23));
   result = choose(x < -126.0f, all(0.0f), result);
-  return choose(x > 127.0f, all(std::numeric_limits<float>::infinity()), result);
+  result = choose(x > 127.0f, all(std::numeric_limits<float>::infinity()), result);
+  return choose(x == x, result, x);
 }
 
 constexpr float LOG2_E = 1.44269504f;
@@ -243,13 +249,30 @@ void kv_write(const Pages<T>& pages, const T* key, const T* value, const int64_t
 
 // ---- paged attention ----
 
+// Where the processor multiplies pairs of bfloat16 into float32, matrices keep their type: neighbours
+// along the summed dimension lie in one lane, and softmax weights are rounded before they are used.
+template <class T>
+constexpr bool PAIRED = false;
+#if defined(__AVX512BF16__)
+template <>
+constexpr bool PAIRED<BFloat16> = true;
+#endif
+
+// sums + the products of what ``left`` and the lanes of ``right`` hold.
+inline Lanes add_products(Lanes sums, float left, Lanes right) { return sums + left * right; }
+
+#if defined(__AVX512BF16__)
+inline Lanes add_products(Lanes sums, uint32_t left, Lanes right) {
+  return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(left), (__m512bh)right);
+}
+#endif
+
 constexpr int KEYS = 64;      // keys of a tile
 constexpr int ROWS = 64;      // query rows of a tile: tokens x heads of one KV head
 constexpr int ROWS_AT_ONCE = 4;
 constexpr int KEY_VECTORS = KEYS / LANES;
 
-template <class V>
-inline void transpose(V rows[LANES]) {
+inline void transpose(Lanes rows[LANES]) {
 #define EXCHANGE(step)                                                                   \
   {                                                                                      \
     IntLanes low, high;                                                                  \
@@ -259,7 +282,7 @@ inline void transpose(V rows[LANES]) {
     }                                                                                    \
     for (int i = 0; i < LANES; i++)                                                      \
       if (!(i & step)) {                                                                 \
-        V first = rows[i], second = rows[i + step];                                      \
+        Lanes first = rows[i], second = rows[i + step];                                      \
         rows[i] = __builtin_shuffle(first, second, low);                                 \
         rows[i + step] = __builtin_shuffle(first, second, high);                         \
       }                                                                                  \
@@ -268,16 +291,16 @@ inline void transpose(V rows[LANES]) {
 #undef EXCHANGE
 }
 
-// Memory of one thread, for head sizes up to ``padded``.
+// Memory of one thread. An element of a matrix is a float32, or a pair where types are paired.
 struct Scratch {
-  std::vector<float> keys, values, queries, outputs, scores;
+  std::vector<float> keys, values, queries, weights, outputs, scores;
   float most[ROWS], total[ROWS];
 
   void fit(long padded) {
     size_t size = static_cast<size_t>(padded) * KEYS;
     if (keys.size() >= size) return;
     for (auto* buffer : {&keys, &values, &queries, &outputs}) buffer->resize(size);
-    scores.resize(ROWS * KEYS);
+    for (auto* buffer : {&scores, &weights}) buffer->resize(ROWS * KEYS);
   }
 };
 
@@ -299,7 +322,15 @@ struct Task {
 
 template <class T>
 class Tile {
+  static constexpr int PER_LANE = PAIRED<T> ? 2 : 1;
+  using Element = std::conditional_t<PAIRED<T>, uint32_t, float>;
+
  public:
+  static long pad(long size) {
+    constexpr long unit = LANES * PER_LANE;
+    return (size + unit - 1) / unit * unit;
+  }
+
   Tile(const Pages<T>& pages, const Batch& batch, const Task& task, Scratch& scratch)
       : pages_(pages), batch_(batch), task_(task), scratch_(scratch) {
     group_ = batch.heads / pages.kv_heads;
@@ -309,7 +340,8 @@ class Tile {
     rows_ = std::min<long>(ROWS, queries * group_ - task.row);
     padded_rows_ = (rows_ + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
     size_ = pages.head_size;
-    padded_ = (size_ + LANES - 1) / LANES * LANES;
+    padded_ = pad(size_);
+    depth_ = padded_ / PER_LANE;
   }
 
   void attend(T* out, const T* query, long query_token, long query_head) {
@@ -330,21 +362,39 @@ class Tile {
   long token(long row) const { return (task_.row + row) / group_; }
   long head(long row) const { return task_.kv_head * group_ + (task_.row + row) % group_; }
 
+  // One element of a vector's worth of a stored row: as float32, or as it is.
+  static Lanes read(const T* from, long count) {
+    if constexpr (PAIRED<T>) {
+      Lanes lanes = {};
+      std::memcpy(&lanes, from, std::min<long>(count * sizeof(T), sizeof lanes));
+      return lanes;
+    } else {
+      return load_up_to(from, count);
+    }
+  }
+
+  static Element element(const std::vector<float>& buffer, long at) {
+    Element value;
+    std::memcpy(&value, &buffer[at], sizeof value);
+    return value;
+  }
+
+  // Queries as [rows, depth].
   void read_queries(const T* query, long query_token, long query_head) {
-    float factor = batch_.scale * (batch_.soft_cap ? 1.0f : LOG2_E);
-    std::fill_n(scratch_.queries.begin(), padded_rows_ * padded_, 0.0f);
+    std::fill_n(scratch_.queries.begin(), padded_rows_ * depth_, 0.0f);
     std::fill_n(scratch_.outputs.begin(), padded_rows_ * padded_, 0.0f);
     for (long row = 0; row < rows_; row++) {
       const T* from =
           query + (first_query_ + token(row)) * query_token + head(row) * query_head;
-      for (long i = 0; i < size_; i += LANES)
-        store(&scratch_.queries[row * padded_ + i], load_up_to(from + i, size_ - i) * factor);
+      for (long d = 0; d < depth_; d += LANES)
+        store(&scratch_.queries[row * depth_ + d],
+              read(from + d * PER_LANE, size_ - d * PER_LANE));
     }
     std::fill_n(scratch_.most, ROWS, -std::numeric_limits<float>::infinity());
     std::fill_n(scratch_.total, ROWS, 0.0f);
   }
 
-  // Keys as [head_size, KEYS], values as [KEYS, head_size]; behind the end the last key is repeated.
+  // Keys as [depth, KEYS], values as [KEYS / PER_LANE, head size]; behind the end the last is repeated.
   void read_keys(long start, long end) {
     const int32_t* table = batch_.tables + task_.sequence * batch_.table_stride;
     for (int vector = 0; vector < KEY_VECTORS; vector++) {
@@ -353,37 +403,47 @@ class Tile {
         long at = std::min(start + vector * LANES + i, end - 1);
         keys[i] = pages_.key(table[at / pages_.block_size], at % pages_.block_size, task_.kv_head);
       }
-      for (long d = 0; d < size_; d += LANES) {
+      for (long d = 0; d < depth_; d += LANES) {
         Lanes tile[LANES];
-        for (int i = 0; i < LANES; i++) tile[i] = load_up_to(keys[i] + d, size_ - d);
+        for (int i = 0; i < LANES; i++)
+          tile[i] = read(keys[i] + d * PER_LANE, size_ - d * PER_LANE);
         transpose(tile);
         for (int i = 0; i < LANES; i++)
           store(&scratch_.keys[(d + i) * KEYS + vector * LANES], tile[i]);
       }
-      for (int i = 0; i < LANES; i++) {
+      for (int i = 0; i < LANES; i += PER_LANE) {
         const T* value = keys[i] + pages_.to_value();
-        float* to = &scratch_.values[(vector * LANES + i) * padded_];
-        for (long d = 0; d < size_; d += LANES) store(to + d, load_up_to(value + d, size_ - d));
+        float* to = &scratch_.values[(vector * LANES + i) / PER_LANE * padded_];
+        for (long d = 0; d < size_; d += LANES) {
+          Lanes lanes = load_up_to(value + d, size_ - d);
+          if constexpr (PAIRED<T>) {
+            BitLanes low = (BitLanes)lanes >> 16;
+            lanes = (Lanes)((BitLanes)load_up_to(keys[i + 1] + pages_.to_value() + d, size_ - d) | low);
+          }
+          store(to + d, lanes);
+        }
       }
     }
   }
 
   void score() {
+    float factor = batch_.scale * (batch_.soft_cap ? 1.0f : LOG2_E);
     for (long row = 0; row < padded_rows_; row += ROWS_AT_ONCE) {
-      const float* query = &scratch_.queries[row * padded_];
       Lanes scores[ROWS_AT_ONCE][KEY_VECTORS] = {};
-      for (long d = 0; d < padded_; d++)
+      for (long d = 0; d < depth_; d++)
         for (int v = 0; v < KEY_VECTORS; v++) {
           Lanes key = load(&scratch_.keys[d * KEYS + v * LANES]);
-          for (int r = 0; r < ROWS_AT_ONCE; r++) scores[r][v] += query[r * padded_ + d] * key;
+          for (int r = 0; r < ROWS_AT_ONCE; r++)
+            scores[r][v] =
+                add_products(scores[r][v], element(scratch_.queries, (row + r) * depth_ + d), key);
         }
       for (int r = 0; r < ROWS_AT_ONCE; r++)
         for (int v = 0; v < KEY_VECTORS; v++)
-          store(&scratch_.scores[(row + r) * KEYS + v * LANES], scores[r][v]);
+          store(&scratch_.scores[(row + r) * KEYS + v * LANES], scores[r][v] * factor);
     }
   }
 
-  // Scores become weights; what was summed before is scaled to the new maximum.
+  // Scores become weights [rows, KEYS / PER_LANE]; what was summed before is scaled to the new maximum.
   void weigh(long start, long end) {
     const float none = -std::numeric_limits<float>::infinity();
     for (long row = 0; row < rows_; row++) {
@@ -404,15 +464,19 @@ class Tile {
         most = choose(other > most, other, most);
       }
       float peak = std::max(scratch_.most[row], largest(most));
+      float* weights = &scratch_.weights[row * KEYS / PER_LANE];
       if (peak == none) {
-        std::fill_n(scores, KEYS, 0.0f);
+        std::fill_n(weights, KEYS / PER_LANE, 0.0f);
         continue;
       }
       Lanes added = {};
       for (int v = 0; v < KEY_VECTORS; v++) {
         Lanes weight = exp2(load(scores + v * LANES) - peak);
         added += weight;
-        store(scores + v * LANES, weight);
+        if constexpr (PAIRED<T>)
+          store(reinterpret_cast<T*>(weights) + v * LANES, weight);
+        else
+          store(weights + v * LANES, weight);
       }
       if (peak > scratch_.most[row]) {
         float shrink = std::exp2(scratch_.most[row] - peak);
@@ -423,7 +487,8 @@ class Tile {
       }
       scratch_.total[row] += sum(added);
     }
-    std::fill_n(scratch_.scores.begin() + rows_ * KEYS, (padded_rows_ - rows_) * KEYS, 0.0f);
+    std::fill_n(scratch_.weights.begin() + rows_ * KEYS / PER_LANE,
+                (padded_rows_ - rows_) * KEYS / PER_LANE, 0.0f);
   }
 
   template <int WIDTH>
@@ -431,13 +496,14 @@ class Tile {
     for (long row = 0; row < padded_rows_; row += ROWS_AT_ONCE) {
       Lanes sums[ROWS_AT_ONCE][WIDTH];
       float* output = &scratch_.outputs[row * padded_ + d];
-      const float* weights = &scratch_.scores[row * KEYS];
       for (int r = 0; r < ROWS_AT_ONCE; r++)
         for (int v = 0; v < WIDTH; v++) sums[r][v] = load(output + r * padded_ + v * LANES);
       for (long key = 0; key < keys; key++)
         for (int v = 0; v < WIDTH; v++) {
           Lanes value = load(&scratch_.values[key * padded_ + d + v * LANES]);
-          for (int r = 0; r < ROWS_AT_ONCE; r++) sums[r][v] += weights[r * KEYS + key] * value;
+          for (int r = 0; r < ROWS_AT_ONCE; r++)
+            sums[r][v] = add_products(
+                sums[r][v], element(scratch_.weights, (row + r) * KEYS / PER_LANE + key), value);
         }
       for (int r = 0; r < ROWS_AT_ONCE; r++)
         for (int v = 0; v < WIDTH; v++) store(output + r * padded_ + v * LANES, sums[r][v]);
@@ -445,16 +511,17 @@ class Tile {
   }
 
   void accumulate(long keys) {
+    long pairs = (keys + PER_LANE - 1) / PER_LANE;
     long d = 0;
-    for (; d + 4 * LANES <= padded_; d += 4 * LANES) accumulate_columns<4>(d, keys);
-    for (; d < padded_; d += LANES) accumulate_columns<1>(d, keys);
+    for (; d + 4 * LANES <= padded_; d += 4 * LANES) accumulate_columns<4>(d, pairs);
+    for (; d < padded_; d += LANES) accumulate_columns<1>(d, pairs);
   }
 
   void write(T* out) {
     for (long row = 0; row < rows_; row++) {
       T* to = out + ((first_query_ + token(row)) * batch_.heads + head(row)) * size_;
       // Nothing was seen where the context is empty: a row that belongs to nobody.
-      float factor = scratch_.total[row] > 0 ? 1.0f / scratch_.total[row] : 0.0f;
+      float factor = scratch_.total[row] == 0.0f ? 0.0f : 1.0f / scratch_.total[row];
       for (long i = 0; i < size_; i += LANES)
         store_up_to(to + i, load(&scratch_.outputs[row * padded_ + i]) * factor, size_ - i);
     }
@@ -464,7 +531,8 @@ class Tile {
   const Batch& batch_;
   const Task& task_;
   Scratch& scratch_;
-  long group_, first_query_, before_, rows_, padded_rows_, size_, padded_;
+  // ``depth_`` is the padded head size in elements.
+  long group_, first_query_, before_, rows_, padded_rows_, size_, padded_, depth_;
 };
 
 template <class T>
@@ -478,7 +546,7 @@ void paged_attention(const Pages<T>& pages, const Batch& batch, T* out, const T*
       for (long kv_head = 0; kv_head < pages.kv_heads; kv_head++)
         tasks.push_back({sequence, row, kv_head});
   }
-  long padded = (pages.head_size + LANES - 1) / LANES * LANES;
+  long padded = Tile<T>::pad(pages.head_size);
 #pragma omp parallel for schedule(dynamic)
   for (size_t i = 0; i < tasks.size(); i++) {
     static thread_local Scratch scratch;
