@@ -366,7 +366,11 @@ class Tile {
   static Lanes read(const T* from, long count) {
     if constexpr (PAIRED<T>) {
       Lanes lanes = {};
-      std::memcpy(&lanes, from, std::min<long>(count * sizeof(T), sizeof lanes));
+      // A copy of a size that is known takes one instruction.
+      if (count >= LANES * PER_LANE)
+        std::memcpy(&lanes, from, sizeof lanes);
+      else
+        std::memcpy(&lanes, from, count * sizeof(T));
       return lanes;
     } else {
       return load_up_to(from, count);
@@ -397,11 +401,19 @@ class Tile {
   // Keys as [depth, KEYS], values as [KEYS / PER_LANE, head size]; behind the end the last is repeated.
   void read_keys(long start, long end) {
     const int32_t* table = batch_.tables + task_.sequence * batch_.table_stride;
+    long block = start / pages_.block_size, place = start % pages_.block_size, left = end - start;
+    const T* next = pages_.key(table[block], place, task_.kv_head);
     for (int vector = 0; vector < KEY_VECTORS; vector++) {
       const T* keys[LANES];
       for (int i = 0; i < LANES; i++) {
-        long at = std::min(start + vector * LANES + i, end - 1);
-        keys[i] = pages_.key(table[at / pages_.block_size], at % pages_.block_size, task_.kv_head);
+        keys[i] = next;
+        if (--left <= 0) continue;
+        next += pages_.kv_heads * size_;
+        // Divisions take longer than the products of a key: once a block is enough.
+        if (++place == pages_.block_size) {
+          place = 0;
+          next = pages_.key(table[++block], 0, task_.kv_head);
+        }
       }
       for (long d = 0; d < depth_; d += LANES) {
         Lanes tile[LANES];
