@@ -455,7 +455,7 @@ def test_a_device_that_others_hold_is_busy_and_the_model_not_too_large(
     saved: Path, kind: str, used: int, failure_class: FailureClass
 ) -> None:
     served, dtype = load_served_model(ModelSource(saved)), torch.float32
-    total = used + weight_bytes(served, dtype, 0, 1) // 2
+    total = used + weight_bytes(served, dtype, 0, 1, "cpu") // 2
     config = EngineConfig(model=str(saved))
     with pytest.raises(EngineFailure) as caught:
         check_weights_fit(config, served, dtype, kind, 1, local_size=1, total=total, used=used)

@@ -80,7 +80,9 @@ def test_weights_and_cache_are_those_of_the_engine(
             max_model_len=None,
         )
         ranks = range(size) if size <= 4 else (0, size - 1)
-        assert ours.weight_bytes == max(weight_bytes(theirs, dtype, rank, size, "cuda") for rank in ranks)
+        assert ours.weight_bytes == max(
+            weight_bytes(theirs, dtype, rank, size, "cuda") for rank in ranks
+        )
         layout = plan_layout(
             num_layers=theirs.num_layers,
             num_kv_heads=len(theirs.shard(0, size).kv_heads),
@@ -98,7 +100,9 @@ def test_on_cpu_all_ranks_share_the_container(tmp_path: Path) -> None:
     theirs = engine_model(config, tmp_path)
     ours = budget(config, tensor_parallel_size=3, on_cpu=True, max_model_len=4096)
     float32 = DTYPES["float32"]
-    assert ours.weight_bytes == sum(weight_bytes(theirs, float32, rank, 3, "cuda") for rank in range(3))
+    assert ours.weight_bytes == sum(
+        weight_bytes(theirs, float32, rank, 3, "cuda") for rank in range(3)
+    )
     assert ours.bytes_per_token == 3 * 2 * 30 * 1 * 64 * 4
 
 
