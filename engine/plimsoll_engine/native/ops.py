@@ -22,7 +22,7 @@ from plimsoll_engine.native.library import load_library
 Tensor = torch.Tensor
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 # Arguments by kind: addresses, integers, float32.
 _SIGNATURES = {
     "rms_norm": "ppppp" + "l" * 5 + "f",
