@@ -74,6 +74,10 @@ def prepare() -> None:
         [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.binaries", "--durations", BUILD],
     )
     follow(
+        "looking for the CPU's kernels, compiling them if they are missing",
+        [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_engine.native.library"],
+    )
+    follow(
         "looking for promtool, which tries the alerts",
         [ENVIRONMENT / "bin" / "python", "-m", "plimsoll_local.debian_programs", "promtool"],
     )

@@ -13,7 +13,12 @@ from plimsoll_engine.native import library
 
 
 @pytest.fixture(autouse=True)
-def _unloaded() -> Iterator[None]:
+def _unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is loaded, and nothing lies beside the source."""
+    source = tmp_path / "source" / library.SOURCE.name
+    source.parent.mkdir()
+    source.write_text(library.SOURCE.read_text())
+    monkeypatch.setattr(library, "SOURCE", source)
     library.load_library.cache_clear()
     yield
     library.load_library.cache_clear()
@@ -41,6 +46,12 @@ def test_a_place_that_cannot_be_written_is_no_reason_to_do_without(tmp_path: Pat
     made = library.ensure_compiled(taken / "native")
     assert made.exists()
     assert tmp_path not in made.parents
+
+
+def test_what_lies_beside_the_source_is_found(tmp_path: Path) -> None:
+    made = library.ensure_compiled(library.SOURCE.parent)
+    assert library.ensure_compiled(tmp_path / "cache") == made
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

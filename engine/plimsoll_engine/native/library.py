@@ -2,8 +2,9 @@
 
 In: the source beside this file and a C++ compiler (``CXX``, else c++ or g++). Out: the library, or
 None with a line in the log that says why: plain torch computes then, more slowly. What was compiled
-is kept under ``XDG_CACHE_HOME`` by its source, compiler and processor, as Triton keeps its kernels;
-where nothing can be kept it is compiled for one process. ``PLIMSOLL_CPU_KERNELS=torch`` does without.
+is kept by its source, compiler and processor, as Triton keeps its kernels: beside the source by
+``python -m plimsoll_engine.native.library``, else under ``XDG_CACHE_HOME``; where nothing can be kept it is
+compiled for one process. ``PLIMSOLL_CPU_KERNELS=torch`` does without.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load_library() -> ctypes.CDLL | None:
         folder = cache_folder()
         path = ensure_compiled(folder)
         library = ctypes.CDLL(str(path))
-        if path.parent != folder:
+        if path.parent not in (SOURCE.parent, folder):
             shutil.rmtree(path.parent, ignore_errors=True)
         return library
     except (OSError, subprocess.SubprocessError) as error:
@@ -63,8 +64,9 @@ def ensure_compiled(folder: Path) -> Path:
     """The library in ``folder``, compiled if it is not there. Raises OSError, SubprocessError."""
     compiler = find_compiler()
     name = f"kernels-{_fingerprint(compiler)}.so"
-    if _is_own(folder / name):
-        return folder / name
+    for place in (SOURCE.parent, folder):
+        if _is_safe(place / name):
+            return place / name
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         own = folder
@@ -120,16 +122,28 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted(told)])
 
 
-def _is_own(path: Path) -> bool:
-    """Loading runs what is in a file, so nobody else may have put it there."""
+def _is_safe(path: Path) -> bool:
+    """Loading runs what is in a file, so nobody but its user and root may have put it there."""
     try:
         status = path.stat()
     except OSError:
         return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
 
 
 def _tell(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         return f"{shlex.join(error.cmd[:1])}: {(error.stderr or '').strip()[-300:]}"
     return str(error)
+
+
+def main() -> None:
+    """Compiles beside the source, so that no engine has to. Without a compiler there is nothing to do."""
+    try:
+        print(f"the CPU's kernels: {ensure_compiled(SOURCE.parent).name}")
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"the CPU's kernels are not compiled, plain torch will do: {_tell(error)}")
+
+
+if __name__ == "__main__":
+    main()
