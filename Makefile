@@ -32,6 +32,11 @@ test: setup ## the whole test suite; ARGS goes to pytest
 fuzz: setup ## odd bytes, headers and bodies against the engine's API: FUZZ times as many as in the tests, new ones each time
 	@FUZZ_FACTOR=$(FUZZ) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --timeout 0 -rs tests/engine/test_hostile_clients.py tests/engine/test_openapi.py $(ARGS)
 
+e2e-kubelet: setup ## as root: the engine's image (make images) under a real kubelet and containerd, killed by the kernel
+	@PYTHONPATH=tests $(BIN)/python -m support.real_kubelet
+	@PLIMSOLL_REAL_KUBELET=$${ENGINE_ARCHIVE:-$(CURDIR)/dist/engine.tar} unshare --mount --net --pid --fork --kill-child --mount-proc \
+		$(BIN)/python -m pytest -n0 -s tests/kubelet $(ARGS)
+
 endurance: setup ## what lasts: three minutes of mixed load (an hour: MINUTES=60) beside five of chaos (CHAOS_MINUTES)
 	@$(MAKE) --no-print-directory -j2 soak chaos
 

@@ -39,16 +39,16 @@ _KUBERNETES_LDFLAGS = (
 )
 
 
-def _kubernetes(name: str, cold_s: float) -> Program:
+def kubernetes_program(name: str, cold_s: float) -> Program:
     package = f"k8s.io/kubernetes/cmd/{name}"
     return Program(name, "kubernetes", package, _KUBERNETES_LDFLAGS, (1, 36), cold_s)
 
 
 PROGRAMS = (
-    _kubernetes("kube-apiserver", 257),
-    _kubernetes("kube-controller-manager", 75),
-    _kubernetes("kube-scheduler", 6),
-    _kubernetes("kubectl", 30),
+    kubernetes_program("kube-apiserver", 257),
+    kubernetes_program("kube-controller-manager", 75),
+    kubernetes_program("kube-scheduler", 6),
+    kubernetes_program("kubectl", 30),
     Program("etcd", "etcd", "go.etcd.io/etcd/server/v3", "-s -w", (3, 6), 76),
     Program("helm", "helm", "helm.sh/helm/v4/cmd/helm", "-s -w", (4,), 150),
 )
