@@ -68,7 +68,7 @@ bench-cpu: setup ## this engine beside vLLM and transformers on the CPU (20 min;
 	@PYTHONPATH=bench:tools $(BIN)/python bench/cpu.py $(ARGS)
 
 bench-gpu: setup ## the engine on one CUDA device (10 min); ARGS=--smoke on any machine, figures mean nothing there
-	@$(BIN)/python bench/gpu.py $(ARGS)
+	@PYTHONPATH=bench $(BIN)/python bench/gpu.py $(ARGS)
 
 bench-baseline: setup ## what paging and continuous batching give, simulated on the engine's scheduler
 	@$(BIN)/python bench/baseline.py $(ARGS)

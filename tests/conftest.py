@@ -47,7 +47,6 @@ CLUSTERS = {
         "test_example",
         "test_agent_pods",
         "test_vllm_runtime",
-        "test_groups_served",
         "test_credentials_rotated",
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from gpu_engine import roofline_seconds
 from gpu_scale import FULL, LLAMA_8B, QWEN3_0_6B, SMOKE, Workload, nano_vllm_workload
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
+# As `make bench-gpu` does: a script's own folder may be kept off the path.
+ENVIRON = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
 
 
 # Nine processes that import torch: a minute of a free core.
@@ -25,6 +28,7 @@ def test_a_smoke_run_has_every_section_and_every_figure(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        env=ENVIRON,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(file.read_text())
@@ -91,6 +95,7 @@ def test_an_unknown_section_is_named_with_those_that_there_are() -> None:
         capture_output=True,
         text=True,
         check=False,
+        env=ENVIRON,
     )
     assert done.returncode == 2
     assert "speed; allowed: device, decode" in done.stderr

@@ -42,9 +42,10 @@ def free_port() -> int:
     """The first of two that are free: the ranks' own is the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+            # Below the ports that the system gives away by itself in the meantime.
+            port = random.randrange(10_000, 30_000)
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue
