@@ -8,8 +8,15 @@ neither layers nor ranks.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
+
+# oneDNN and torch's layer above it each keep what they made for a shape, by default 1,024 times up to a
+# MiB, and every number of rows is another shape. A step multiplies by five shapes. Read at first use.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "16")
 
 # Packed for so many rows: what fits batches of decoding costs larger ones nothing (docs/log.md).
 _ROWS = 16
