@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from support.apiserver import ApiServer
+from support.gate_harness import free_port
 from support.kubelet import FakeKubelet
 
 IMAGE = "localhost/plimsoll/operator:0.1.0"
@@ -79,7 +80,7 @@ async def operator(container: str, access: Path, namespace: str) -> AsyncIterato
             "--",
         ),
         *("python", "-m", "plimsoll_operator", f"--namespace={namespace}"),
-        *("--leader-elect", f"--lease-namespace={namespace}", "--health-port=18081"),
+        *("--leader-elect", f"--lease-namespace={namespace}", f"--health-port={free_port()}"),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -87,7 +88,8 @@ async def operator(container: str, access: Path, namespace: str) -> AsyncIterato
     try:
         yield
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
         _, errors = await asyncio.wait_for(process.communicate(), 30)
         print(errors.decode())
 
