@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ from plimsoll_engine import host_memory
 from plimsoll_engine.device import CpuDevice, allocation_failure
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def real_machine(machine_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "machine_bytes", machine_bytes)
 
 
 def fake_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:
