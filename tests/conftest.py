@@ -6,12 +6,11 @@ is costly to make.
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
+from support.file_scheduling import FileScheduling
 from support.local_cluster import local_cluster, local_namespace
 
 __all__ = ["local_cluster", "local_namespace"]
@@ -79,12 +78,5 @@ def rank(unit: str) -> int:
     return FIRST.index(unit) if unit in FIRST else len(FIRST)
 
 
-class ByCluster(LoadFileScheduling):  # type: ignore[misc]
-    """A file's tests in one process, as with `--dist loadfile`, and a group's too."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return unit(Path(nodeid.split("::", 1)[0]).stem)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByCluster:
-    return ByCluster(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    return FileScheduling(config, log, unit)
