@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from support.soak import Report, Soak
+from support.soak import Soak
+from support.soak_report import Report
 
 
 def test_a_lost_block_fails_the_soak(tmp_path: Path) -> None:
