@@ -45,7 +45,10 @@ CLUSTERS = {
         "test_serving",
         "test_example",
         "test_agent_pods",
+        "test_agent_mounts",
+        "test_agent_traffic",
         "test_vllm_runtime",
+        "test_groups_served",
         "test_credentials_rotated",
     ),
 }
