@@ -246,7 +246,8 @@ def _progressing(view: View) -> Verdict:
         return Verdict("Progressing", Status.TRUE, view.waiting.reason, view.waiting.message)
     ready = sum(pod.ready for pod in view.rolled)
     counted = f"{ready} of {view.wanted} replicas serve the wanted revision"
-    deadline, idle = view.observed.deployment.progress_deadline, view.now - _progressed_at(view)
+    deadline = view.observed.deployment.progress_deadline
+    idle = view.now - progressed_at(view.observed, view.rolled)
     if idle <= deadline + view.observed.deployment.soak:
         message = f"{counted}; {view.rollout}" if view.rollout else counted
         return Verdict("Progressing", Status.TRUE, "RollingOut", message)
@@ -255,11 +256,15 @@ def _progressing(view: View) -> Verdict:
     return Verdict("Progressing", Status.FALSE, "ProgressDeadlineExceeded", message)
 
 
-def _progressed_at(view: View) -> float:
-    """The last step forward: a change of the spec, a pod made anew, a pod become ready."""
-    steps = [view.observed.changed_at]
-    for pod in view.rolled:
-        steps.append(pod.created_at)
+def progressed_at(observed: Observed, rolled: Iterable[Pod]) -> float:
+    """The last step forward: a change of the spec or of what makes the pods, a pod of the wanted
+    template made anew, or become ready. A group is made anew by each death, which is no step."""
+    steps = [observed.changed_at]
+    if observed.statefulset is not None and observed.statefulset.applied_at is not None:
+        steps.append(observed.statefulset.applied_at)
+    for pod in rolled:
+        if not observed.deployment.in_groups:
+            steps.append(pod.created_at)
         if pod.ready_since is not None:
             steps.append(pod.ready_since)
     return max(steps)
@@ -293,14 +298,23 @@ def foreign_children(observed: Observed) -> Violation | None:
         metadata = body["metadata"]
         owners = [owner for owner in metadata.get("ownerReferences", []) if owner.get("controller")]
         if owners and owners[0]["uid"] != observed.deployment.uid:
-            owner = f"{owners[0]['kind']} {owners[0]['name']}"
-            return Violation(
-                "NameConflict", f"{kind} {name} belongs to {owner} (uid {owners[0]['uid']})"
-            )
+            owner = f"{owners[0]['kind']} {owners[0]['name']} (uid {owners[0]['uid']})"
+            return _conflict(f"{kind} {name} belongs to {owner}")
         label = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
         if not owners and label != observed.deployment.name:
-            return Violation("NameConflict", f"{kind} {name} exists and is not Plimsoll's")
+            mine = f"{names.DEPLOYMENT_LABEL}={observed.deployment.name}"
+            return _conflict(
+                f"{kind} {name} exists and is not Plimsoll's: it has neither an owner nor the label {mine}",
+                f"; if it is this one's own and was stripped, kubectl label {kind.lower()} {name} {mine} "
+                f"--overwrite -n {observed.deployment.namespace}",
+            )
     return None
+
+
+def _conflict(what: str, or_else: str = "") -> Violation:
+    """With the ways out: which is right only the user knows."""
+    ways = "nothing is written until it is deleted or the LLMDeployment has another name"
+    return Violation("NameConflict", f"{what}; {ways}{or_else}")
 
 
 def concerns(failure: Failure, observed: Observed, *, applied: bool) -> bool:

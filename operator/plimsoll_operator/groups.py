@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from plimsoll_operator import names
 from plimsoll_operator.observed import Json, Pod, StatefulSet, seconds
-from plimsoll_operator.ownership import foreign_fields
+from plimsoll_operator.ownership import applied_at, foreign_fields
 from plimsoll_operator.pods import controller_of, read_pod
 
 
@@ -70,7 +70,7 @@ def read_leader_worker_set(
         current = update
     else:
         current = str(recorded)
-    generation = metadata["generation"]
+    generation, applied = metadata["generation"], applied_at(body)
     return StatefulSet(
         replicas=replicas,
         partition=partition,
@@ -82,6 +82,7 @@ def read_leader_worker_set(
         update_revision=update,
         template_hash=template,
         foreign=bool(foreign_fields(body)),
+        applied_at=None if applied is None else seconds(applied),
     )
 
 

@@ -27,7 +27,7 @@ from plimsoll_operator.observed import (
     read_status,
     seconds,
 )
-from plimsoll_operator.ownership import foreign_fields
+from plimsoll_operator.ownership import applied_at, foreign_fields
 from plimsoll_operator.plan.capacity import find_room
 from plimsoll_operator.pods import controller_of, read_pod
 from plimsoll_operator.spec import Deployment, RolloutType
@@ -189,7 +189,7 @@ def _names_in(annotation: str | None) -> tuple[str, ...]:
 
 
 def read_statefulset(body: Json) -> StatefulSet:
-    spec, status = body["spec"], body.get("status", {})
+    spec, status, applied = body["spec"], body.get("status", {}), applied_at(body)
     update = spec.get("updateStrategy", {})
     annotations = body["metadata"].get("annotations", {})
     return StatefulSet(
@@ -204,6 +204,7 @@ def read_statefulset(body: Json) -> StatefulSet:
         alike=_names_in(annotations.get(names.ALIKE_REVISIONS)),
         on_delete=update.get("type") == "OnDelete",
         foreign=bool(foreign_fields(body)),
+        applied_at=None if applied is None else seconds(applied),
     )
 
 

@@ -203,6 +203,8 @@ class StatefulSet:
     alike: tuple[str, ...] = ()
     # Somebody else has set fields of it, perhaps in the template: they are put back in this pass.
     foreign: bool = False
+    # When the operator last changed it.
+    applied_at: float | None = None
 
 
 class Unusable(StrEnum):

@@ -28,6 +28,14 @@ def is_owned(live: Json) -> bool:
     return any(_is_ours(entry) for entry in _entries(live))
 
 
+def applied_at(live: Json) -> str | None:
+    """When the operator last changed it, as the API server writes times."""
+    times: list[str] = [
+        entry["time"] for entry in _entries(live) if _is_ours(entry) and "time" in entry
+    ]
+    return max(times, default=None)
+
+
 def foreign_fields(live: Json) -> Json:
     """What others have set beyond what was applied, outside what is left to them. A field that
     somebody took over, such as a whole selector, counts too."""

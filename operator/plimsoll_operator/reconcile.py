@@ -39,8 +39,9 @@ from plimsoll_operator.desired.status import Report, build_invalid_status, build
 from plimsoll_operator.engines import Engines
 from plimsoll_operator.observe import observe, observe_spare
 from plimsoll_operator.observed import Json, Observed, Pod
-from plimsoll_operator.plan import StepReason, next_step
+from plimsoll_operator.plan import StepReason, can_roll_back, next_step
 from plimsoll_operator.plan.canary import Probe, judge_canary
+from plimsoll_operator.plan.deadline import find_overdue
 from plimsoll_operator.prefetch import judge_prefetch
 from plimsoll_operator.probing import ask
 from plimsoll_operator.report import Reported, is_news, report
@@ -190,11 +191,19 @@ async def reconcile(
         if observed.statefulset is not None and not applied and not fetch.holds
         else None
     )
-    canary, proven = None, stall.is_proven(observed)
+    current = checks.current_failures(observed.pods, failures)
+    missing_since = checks.missing_since(
+        observed, None if carried is None else carried.missing_since, now
+    )
+    canary, overdue, proven = None, None, stall.is_proven(observed)
     probe = None if carried is None else carried.probe
     if applied and blocked is None and not proven and stall.is_rolling(observed):
         canary = judge_canary(observed, failures=failures, readings=readings, probe=probe, now=now)
         proven = canary is not None and canary.proven
+        if not proven and can_roll_back(observed):
+            overdue = find_overdue(
+                observed, canary, failures=current, missing_since=missing_since, now=now
+            )
     step = next_step(
         observed,
         given_up=blocked is not None,
@@ -204,7 +213,6 @@ async def reconcile(
         spare=spare is not None and spare.fits,
     )
 
-    current = checks.current_failures(observed.pods, failures)
     avoided: list[Json] = []
     strays: tuple[Pod, ...] = ()
     if not deployment.in_groups:
@@ -259,7 +267,7 @@ async def reconcile(
         await apply_profile(cluster, deployment.namespace, key_of_profile, decision.learned)
 
     # 6. Check and report.
-    give_up = None if canary is None else canary.failure
+    give_up = overdue if canary is None else canary.failure or overdue
     if decision.give_up is not None:
         give_up = Violation(decision.give_up.reason, decision.give_up.message)
     stalled = stall.find_stall(observed, applied=applied, refusals=refusals, give_up=give_up)
@@ -280,9 +288,6 @@ async def reconcile(
             if statefulset is not None and canary is not None and canary.proven
             else None,
         ),
-    )
-    missing_since = checks.missing_since(
-        observed, None if carried is None else carried.missing_since, now
     )
     view = checks.View(
         observed=observed,

@@ -16,6 +16,7 @@ from plimsoll_operator.desired.status import timestamp
 from plimsoll_operator.observed import Json, Observed
 from plimsoll_operator.plan import can_roll_back, retry
 from plimsoll_operator.plan.canary import PROBE_FAILED
+from plimsoll_operator.plan.deadline import OVERDUE
 from plimsoll_operator.spec import CanaryMode
 from plimsoll_operator.tuning.values import Failure, FailureClass, Status
 
@@ -34,6 +35,8 @@ def find_stall(
     """``give_up``: restarting will not help the wanted revision, by what this pass saw."""
     if refusals:
         return refusals[0]
+    if observed.deployment.replicas == 0:
+        return None
     recorded = recorded_give_up(observed, applied=applied)
     found = give_up if applied and may_give_up(observed) else None
     # A try that failed for another reason is news; for the same one it is not.
@@ -44,16 +47,19 @@ def find_stall(
 
 def recorded_give_up(observed: Observed, *, applied: bool) -> Violation | None:
     """Why the revision in the cluster is blocked, by status: the failed pods, and the evidence
-    with them, may be gone by now. Only another template ends it, or this one when it serves."""
+    with them, may be gone by now. Only another template ends it, or this one when it serves; or a count
+    of 0, after which nothing is left that a try could harm."""
     statefulset = observed.statefulset
     if statefulset is None or not applied or _has_worked(observed):
+        return None
+    if observed.deployment.replicas == 0:
         return None
     if statefulset.update_revision not in observed.status.get("revision", {}).get("blocked", []):
         return None
     stalled = _stalled(observed)
     if stalled is None:
         return None
-    if stalled["reason"] in (*FailureClass, PROBE_FAILED):
+    if stalled["reason"] in (*FailureClass, PROBE_FAILED, OVERDUE):
         cause = stalled["message"].partition(_TRIED_AGAIN)[0].partition(_ROLLED_BACK)[0]
         return Violation(stalled["reason"], cause)
     # A refusal, or a spec that could not be read, stood there meanwhile. It lifts no block.

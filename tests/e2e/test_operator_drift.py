@@ -203,3 +203,26 @@ async def test_somebody_elses_service_is_left_alone(
         assert service is not None
         assert service["spec"]["ports"][0]["port"] == 5432
         assert await server.statefulset() is None
+
+
+async def test_a_child_that_was_stripped_of_owner_and_label_is_taken_back_by_its_label(
+    server: ApiServer, kubelet: FakeKubelet
+) -> None:
+    async with server.operator():
+        await server.create_deployment()
+        await server.wait_for("Ready", within=60)
+        name = "assistant-pods"
+        stripped = {"ownerReferences": None, "labels": None}
+        await server.merge({"metadata": stripped}, resource=api.SERVICE, name=name)
+        stalled = await server.wait_for("Stalled", reason="NameConflict", within=60)
+        way_out = f"kubectl label service {name} plimsoll.dev/deployment=assistant --overwrite"
+        assert way_out in stalled["message"]
+
+        labels = {"plimsoll.dev/deployment": "assistant"}
+        await server.merge({"metadata": {"labels": labels}}, resource=api.SERVICE, name=name)
+        await server.wait_for("Stalled", "False")
+        await server.wait_for("Ready")
+        service = await server.get(api.SERVICE, server.namespace, name)
+        assert service is not None
+        (owner,) = service["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"]) == ("LLMDeployment", "assistant")

@@ -48,17 +48,31 @@ async def test_ready_is_not_true_while_a_rollout_is_stuck(
         assert resource["status"]["observedGeneration"] == resource["metadata"]["generation"]
         assert condition_of(resource, "Ready")["status"] == "False"
 
-        stuck = await server.wait_for("Progressing", "False", within=40)
-        assert stuck["reason"] == "ProgressDeadlineExceeded"
-        assert "assistant-1" in stuck["message"]
-        assert BAD_IMAGE in stuck["message"]
-        resource = await server.deployment()
-        assert condition_of(resource, "Ready")["reason"] == "ImageError"
         available = condition_of(resource, "Available")
         assert available["status"] == "True"
-        assert "1 of them an older revision" in available["message"]
+        assert "of them an older revision" in available["message"]
 
-        # A later edit repairs it: the broken pod does not block its own replacement.
+        # When its time is over, the replica that it has taken comes back as it was.
+        stuck = await server.wait_for("Progressing", "False", within=40)
+        assert stuck["reason"] == "ImageError"
+        assert "assistant-1" in stuck["message"]
+        assert BAD_IMAGE in stuck["message"]
+        assert "no replica of the template worked within 8 s; rolled back to" in stuck["message"]
+
+        async def back() -> bool:
+            images = list((await server.images()).values())
+            available = condition_of(await server.deployment(), "Available")["message"]
+            return images == [IMAGE] * 2 and "2 of 2 replicas serve" in available
+
+        await until(back, 30)
+        resource = await server.deployment()
+        assert resource["status"]["rollout"]["step"] == "RolledBack"
+        revision = resource["status"]["revision"]
+        assert revision["blocked"] == [revision["updated"]]
+        ready = condition_of(resource, "Ready")
+        assert (ready["status"], ready["reason"]) == ("False", "ImageError")
+
+        # A later edit goes on.
         await server.merge({"spec": {"runtime": {"image": "plimsoll/engine:fixed"}}})
         await server.wait_for("Ready", within=60)
         assert set((await server.images()).values()) == {"plimsoll/engine:fixed"}
@@ -126,6 +140,40 @@ async def test_a_first_template_that_cannot_work_is_stopped_with_its_reason(
         await server.merge({"spec": {"resources": {"limits": {"memory": "12Gi"}}}})
         await server.wait_for("Ready", within=60)
         await server.wait_for("Stalled", "False")
+
+
+async def test_a_count_of_0_and_up_again_is_a_new_start(
+    server: ApiServer, kubelet: FakeKubelet
+) -> None:
+    bad = "plimsoll/engine:bad"
+    kubelet.set(crashed(1, MISSING_MODEL), bad)
+
+    async def stopped() -> bool:
+        return await server.pods() == []
+
+    async with server.operator():
+        await server.create_deployment(replicas=2)
+        await server.wait_for("Ready", within=60)
+        await server.merge({"spec": {"runtime": {"image": bad}}})
+        await server.wait_for("Stalled", reason="ModelTooLarge", within=60)
+
+        # With the last pod goes what could be rolled back to.
+        await server.merge({"spec": {"replicas": 0}})
+        await until(stopped, 30)
+        await server.wait_for("Stalled", "False")
+        assert (await server.deployment())["status"]["revision"].get("blocked", []) == []
+
+        await server.merge({"spec": {"replicas": 1}})
+        await server.wait_for("Stalled", reason="ModelTooLarge", within=60)
+        await until(stopped, 30)
+
+        # What was wrong is mended outside the spec.
+        await server.merge({"spec": {"replicas": 0}})
+        await server.wait_for("Stalled", "False")
+        kubelet.set(running, bad)
+        await server.merge({"spec": {"replicas": 2}})
+        await server.wait_for("Ready", within=60)
+        assert list((await server.images()).values()) == [bad] * 2
 
 
 async def revisions(server: ApiServer) -> dict[str, str]:

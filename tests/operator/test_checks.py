@@ -279,7 +279,12 @@ def test_an_object_of_somebody_else_is_never_taken_over() -> None:
     theirs = child({"ownerReferences": [{**ours, "uid": "other"}]})
     assert theirs is not None
     assert theirs.reason == "NameConflict"
-    assert child({"labels": {}}) is not None
+    assert "belongs to LLMDeployment assistant (uid other)" in theirs.message
+    assert "until it is deleted or the LLMDeployment has another name" in theirs.message
+    stripped = child({"labels": {}})
+    assert stripped is not None
+    way_out = "kubectl label service assistant plimsoll.dev/deployment=assistant --overwrite"
+    assert way_out in stripped.message
 
 
 @pytest.mark.parametrize(

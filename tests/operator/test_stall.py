@@ -82,6 +82,13 @@ DIED = {"last": {"time": time(NOW), "pod": "a-1", "class": "ModelTooLarge", "mes
         (
             seen(stalled(stall.explain(CAUSE, try_at=NOW, room=True, now=NOW))), True, CAUSE,
         ),
+        # a rollout that had its time and found no cause
+        (
+            seen(stalled(Violation("ProgressDeadlineExceeded", "it waits")), old(0)), True,
+            Violation("ProgressDeadlineExceeded", "it waits"),
+        ),
+        # a count of 0 does: nothing is left that a try could harm
+        (seen(stalled(), replicas=0), True, None),
         # another template does
         (seen(stalled(), old(0)), False, None),
         (seen(stalled(), old(0), update="newer"), True, None),
@@ -220,6 +227,13 @@ def test_between_two_tries_the_message_does_not_move(first: float, last: float) 
 
     before = message(stalled(), first)
     assert message(stalled(Violation(CAUSE.reason, before)), last) == before
+
+
+def test_nothing_stalls_where_nothing_is_wanted_but_a_refusal() -> None:
+    found = seen(stalled(), new(0, deleting=True), replicas=0)
+    assert stall.find_stall(found, applied=True, refusals=(), give_up=TOO_LARGE) is None
+    told = stall.find_stall(found, applied=True, refusals=(REFUSED,), give_up=TOO_LARGE)
+    assert told == REFUSED
 
 
 def test_a_refused_child_stalls() -> None:

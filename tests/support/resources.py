@@ -143,6 +143,7 @@ def statefulset(
     update: str = "new",
     generation: int = 1,
     observed_generation: int | None = None,
+    applied_at: float | None = None,
 ) -> StatefulSet:
     return StatefulSet(
         replicas=replicas,
@@ -151,6 +152,7 @@ def statefulset(
         observed_generation=generation if observed_generation is None else observed_generation,
         current_revision=current,
         update_revision=update,
+        applied_at=applied_at,
     )
 
 

@@ -289,7 +289,7 @@ def last_failure(status: Json, failures: Iterable[Failure]) -> Json | None:
 
 
 def _revision(report: Report) -> Json:
-    observed = report.view.observed
+    view, observed = report.view, report.view.observed
     previous, statefulset = observed.status.get("revision", {}), observed.statefulset
     if statefulset is None:
         return dict(previous)
@@ -297,12 +297,13 @@ def _revision(report: Report) -> Json:
     if good in statefulset.alike:
         good = updated
     # What somebody else has put there may serve, and is not what is wanted.
-    if complete(report.view) and report.view.wanted > 0 and not statefulset.foreign:
+    if complete(view) and view.wanted > 0 and not statefulset.foreign:
         good = updated
     blocked = [name for name in previous.get("blocked", []) if name != updated]
     was_blocked = updated in previous.get("blocked", [])
-    # What serves at last, because its cause was cured outside the spec, is not blocked any more.
-    if updated != good and (report.given_up or was_blocked):
+    # What serves at last, because its cause was cured outside the spec, is not blocked any more; nor what
+    # was scaled to 0.
+    if updated != good and view.wanted > 0 and (report.given_up or was_blocked):
         blocked.append(updated)
     return {
         "current": statefulset.current_revision or None,
