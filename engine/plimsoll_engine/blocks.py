@@ -84,7 +84,7 @@ class BlockPool:
         for block in shared:
             self._cache.revive(block)
             self._references[block] = self._references.get(block, 0) + 1
-        new = tuple(self._take() for _ in range(count))
+        new = tuple([self._take() for _ in range(count)])
         self._references.update(dict.fromkeys(new, 1))
         return (*shared, *new)
 

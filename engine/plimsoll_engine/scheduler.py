@@ -233,20 +233,20 @@ class Scheduler:
         # they allocate here; a prompt has had its blocks since its admission. So victims, from the
         # end of the order, are never in ``chunks`` yet.
         prompts: list[Sequence] = []
+        running, block_size = SequenceState.RUNNING, self._block_size
         for sequence in tuple(self._running):
-            start, count = sequence.computed, len(sequence.tokens) - sequence.computed
-            if count > 1:
+            start, end = sequence.computed, len(sequence.tokens)
+            if end - start > 1:
                 prompts.append(sequence)
                 continue
-            if budget == 0 or sequence.state is not SequenceState.RUNNING:
+            if budget == 0 or sequence.state is not running:
                 continue
-            end = start + count
-            full = end > len(sequence.blocks) * self._block_size
+            full = end > len(sequence.blocks) * block_size
             if full and not self._make_room(sequence, end, preempted):
                 starved = True
                 continue
-            chunks.append(ScheduledChunk(sequence, start, count))
-            budget -= count
+            chunks.append(ScheduledChunk(sequence, start, 1))
+            budget -= 1
         # Some may have been victims meanwhile.
         prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
         long = [s for s in prompts if self._waiting.is_long(s)]
@@ -294,9 +294,10 @@ class Scheduler:
         Requests that were finished since ``schedule`` are passed over.
         """
         prompt_tokens = recomputed_tokens = 0
+        running = SequenceState.RUNNING
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not running:
                 continue
             before, end = sequence.high_water, chunk.start + chunk.count
             if before < sequence.num_prompt_tokens <= end:

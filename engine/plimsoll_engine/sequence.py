@@ -21,7 +21,7 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """``tokens`` are the prompt and what was generated so far; those below ``computed`` have
     their keys and values in ``blocks``."""

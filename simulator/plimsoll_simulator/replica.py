@@ -265,9 +265,11 @@ class Replica:
         for chunk in scheduled.chunks:
             sequence, count = chunk.sequence, chunk.count
             end = chunk.start + count
+            produced = end - sequence.num_prompt_tokens
             tokens += count
-            longest = max(longest, end)
-            if count == 1 and end > sequence.num_prompt_tokens:
+            if end > longest:
+                longest = end
+            if count == 1 and produced > 0:
                 decoding += 1
                 held += end
             else:
@@ -276,10 +278,9 @@ class Replica:
                     rows += count
             if end == len(sequence.tokens):
                 sampled[sequence.request_id] = sequence.tokens[0]
-                produced = end + 1 - sequence.num_prompt_tokens
-                if produced == 1:
+                if produced == 0:
                     answering.append(sequence)
-                if produced >= sequence.request.params.max_tokens:
+                if produced + 1 >= sequence.request.params.max_tokens:
                     ending.append(sequence)
         duration = self._step_time(prefills, decoding, held)
         beyond = self.memory.activations_beyond_profile(tokens, longest, rows)
