@@ -267,8 +267,7 @@ class Replica:
             end = chunk.start + count
             produced = end - sequence.num_prompt_tokens
             tokens += count
-            if end > longest:
-                longest = end
+            longest = max(longest, end)
             if count == 1 and produced > 0:
                 decoding += 1
                 held += end
