@@ -19,11 +19,6 @@ from plimsoll_engine.device import CpuDevice, allocation_failure
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def real_machine(machine_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "machine_bytes", machine_bytes)
-
-
 def fake_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(cgroup)
@@ -94,11 +89,13 @@ def test_without_a_limit_what_others_use_is_not_the_engines(
     assert host_memory.memory_limit(600 * MIB).available == 600 * MIB
 
 
-def test_available_memory_is_the_kernels_figure(tmp_path: Path) -> None:
+def test_available_memory_is_the_kernels_figure(
+    available_bytes: Callable[..., int], tmp_path: Path
+) -> None:
     root = fake_root(tmp_path, "", {})
     (root / "proc/meminfo").write_text("MemTotal:   900 kB\nMemAvailable:   300 kB\n")
-    assert host_memory.available_bytes(root) == 300 * 1024
-    assert 0 < host_memory.available_bytes() <= host_memory.machine_bytes()
+    assert available_bytes(root) == 300 * 1024
+    assert 0 < available_bytes() <= host_memory.machine_bytes()
 
 
 def test_mapped_files_do_not_count_as_use(tmp_path: Path) -> None:
