@@ -8,6 +8,7 @@ flight have been given time to finish. Nothing listens before the engine can ser
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -75,6 +76,8 @@ def run_engine(
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_during_start)
+    # What is imported and loaded stays, and collections would look through it again and again.
+    gc.disable()
     core: EngineCore | None = None
     failure: EngineFailure | None
     try:
@@ -90,6 +93,9 @@ def run_engine(
         engine = _start_engine(
             config, core, metrics, tokenizer, api_keys, credentials, control_port
         )
+        gc.collect()
+        gc.freeze()
+        gc.enable()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(engine, listener, config.shutdown_timeout))
     except ConfigError as error:
@@ -168,6 +174,7 @@ def _start_engine(
             credentials=None if credentials is None else credentials.current,
         )
     log.info("loading the weights and planning the memory on %s", device)
+    gc.freeze()
     core.start()
     snapshot = core.snapshot()
     metrics.expose(core.snapshot)
