@@ -148,6 +148,20 @@ class ApiServer:
         return parse_metrics(self.client.get("/metrics").text)
 
 
+def assert_refused(server: ApiServer, path: str, body: dict[str, Any], *named: str) -> str:
+    """HTTP 400 in the usual shape; each of ``named`` is in the message. Returns the message."""
+    response = server.client.post(path, json=body)
+    assert response.status_code == 400, (body, response.text)
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    for text in named:
+        assert text in error["message"], (text, error["message"])
+    assert server.client.get("/health").status_code == 200
+    message: str = error["message"]
+    return message
+
+
 def parse_events(text: str) -> list[dict[str, Any]]:
     lines = text.strip().split("\n\n")
     assert lines.pop() == "data: [DONE]"

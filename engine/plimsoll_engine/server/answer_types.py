@@ -74,6 +74,17 @@ class Usage(Struct, kw_only=True):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
+class PromptLogprob(Struct):
+    logprob: float
+    # 1 is the most likely token.
+    rank: int
+    decoded_token: str
+
+
+# By token id, for each token of the prompt; null for the first, which nothing precedes.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class TextLogprobs(Struct):
     """Four lists side by side, one entry for each token."""
 
@@ -89,6 +100,8 @@ class TextChoice(Struct, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    # Absent in the chunks of a stream.
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -137,6 +150,7 @@ class Chat(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None
     object: Literal["chat.completion"] = "chat.completion"
 
 

@@ -27,6 +27,7 @@ from plimsoll_engine.server.answer_types import (
     Completion,
     Delta,
     Message,
+    PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
     Usage,
@@ -38,6 +39,7 @@ from plimsoll_engine.server.logprobs import (
     TokenText,
     chat_logprobs,
     extend_logprobs,
+    prompt_logprobs,
 )
 from plimsoll_engine.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from plimsoll_engine.server.text import Prompt
@@ -98,6 +100,8 @@ class Answer(ABC, Generic[Whole]):
         self._details = usage.details
         self._num_tokens = [0] * (len(prompts) * self._n)
         self._cached_tokens = [0] * len(self._num_tokens)
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._prompt_entries: list[list[tuple[TokenLogprob, ...]]] = [[] for _ in self._num_tokens]
         # Told of every generated token before its part is sent.
         self.on_tokens: Callable[[int], object] | None = None
 
@@ -113,12 +117,12 @@ class Answer(ABC, Generic[Whole]):
     def document(self, parts: Sequence[Sequence[Part]]) -> Whole:
         """The whole answer from the parts of each choice."""
 
-    async def whole(self, generation: AsyncIterable[ChoiceDelta]) -> Whole:
-        """Raises ApiError."""
+    async def collect(self, generation: AsyncIterable[ChoiceDelta]) -> list[list[Part]]:
+        """What ``document`` is made of. Raises ApiError."""
         parts: list[list[Part]] = [[] for _ in self._num_tokens]
         async for delta in generation:
             parts[delta.index] += self._count(delta)
-        return self.document(parts)
+        return parts
 
     async def events(self, generation: AsyncIterable[ChoiceDelta]) -> AsyncIterator[bytes]:
         """Server-sent events. An error after the headers is an event of its own, then [DONE]."""
@@ -162,7 +166,14 @@ class Answer(ABC, Generic[Whole]):
             self.on_tokens(delta.num_tokens - self._num_tokens[delta.index])
         self._num_tokens[delta.index] = delta.num_tokens
         self._cached_tokens[delta.index] = delta.num_cached_tokens
+        self._prompt_entries[delta.index] += delta.prompt_logprobs
         return self.parts(delta)
+
+    def _shown_prompt(self, index: int) -> PromptLogprobs | None:
+        if self._num_prompt_logprobs is None:
+            return None
+        entries = self._prompt_entries[index]
+        return prompt_logprobs(entries, self._num_prompt_logprobs, self._token_text)
 
 
 class ChatAnswer(Answer[Chat]):
@@ -218,6 +229,7 @@ class ChatAnswer(Answer[Chat]):
             model=self.model,
             choices=[self._choice(index, each) for index, each in enumerate(parts)],
             usage=self.usage(),
+            prompt_logprobs=self._shown_prompt(0),
         )
 
     def _choice(self, index: int, parts: Sequence[Part]) -> ChatChoice:
@@ -236,19 +248,17 @@ class CompletionAnswer(Answer[Completion]):
 
     def __init__(self, request: CompletionRequest, **context: Any) -> None:
         super().__init__(request, **context)
-        self._wants_logprobs = request.logprobs is not None
+        self._num_logprobs = request.logprobs
         self._logprobs = [CompletionLogprobs(self._token_text) for _ in self._num_tokens]
         self._unechoed = set(range(len(self._num_tokens))) if request.echo else set()
-        self._prompt_entries: list[list[tuple[TokenLogprob, ...]]] = [[] for _ in self._num_tokens]
 
     def parts(self, delta: ChoiceDelta) -> list[Part]:
         index, parts = delta.index, []
-        self._prompt_entries[index] += delta.prompt_logprobs
         if index in self._unechoed and (delta.num_tokens or delta.finish_reason):
             self._unechoed.remove(index)
             parts.append(self._echo(index))
         logprobs = None
-        if self._wants_logprobs and delta.logprobs:
+        if self._num_logprobs is not None and delta.logprobs:
             logprobs = self._logprobs[index].output(delta.logprobs)
         if delta.text or logprobs:
             parts.append(Part(index, delta.text, logprobs))
@@ -283,7 +293,7 @@ class CompletionAnswer(Answer[Completion]):
         )
 
     def _choice(self, index: int, parts: Sequence[Part]) -> TextChoice:
-        logprobs = self._logprobs[index].output(()) if self._wants_logprobs else None
+        logprobs = None if self._num_logprobs is None else self._logprobs[index].output(())
         for part in parts:
             if logprobs is not None and part.logprobs is not None:
                 extend_logprobs(logprobs, part.logprobs)
@@ -293,13 +303,15 @@ class CompletionAnswer(Answer[Completion]):
             logprobs=logprobs,
             finish_reason=parts[-1].finish_reason,
             stop_reason=parts[-1].stop_reason,
+            prompt_logprobs=self._shown_prompt(index),
         )
 
     def _echo(self, index: int) -> Part:
         prompt = self._prompts[index // self._n]
-        if not self._wants_logprobs:
+        if self._num_logprobs is None:
             return Part(index, prompt.text)
-        entries = self._prompt_entries[index]
+        # There may be more, for ``prompt_logprobs``.
+        entries = [each[: 1 + self._num_logprobs] for each in self._prompt_entries[index]]
         return Part(index, prompt.text, self._logprobs[index].prompt(prompt.token_ids, entries))
 
 

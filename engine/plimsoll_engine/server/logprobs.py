@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from plimsoll_engine.executor import TokenLogprob
 from plimsoll_engine.server.answer_types import (
     ChatToken,
+    PromptLogprob,
+    PromptLogprobs,
     TextLogprobs,
     TokenCandidate,
 )
@@ -31,6 +33,25 @@ def chat_logprobs(
         top = [_candidate(entry, token_text) for entry in alternatives]
         tokens.append(ChatToken(text, _finite(own.logprob), list(text.encode()), top))
     return tokens
+
+
+def prompt_logprobs(
+    entries: Sequence[tuple[TokenLogprob, ...]], num_top: int, token_text: TokenText
+) -> PromptLogprobs:
+    """``entries`` start with the prompt's second token, and may have more than the ``num_top`` most
+    likely tokens that are shown."""
+    return [
+        None,
+        *(
+            {
+                shown.token_id: PromptLogprob(
+                    _finite(shown.logprob), shown.rank, token_text(shown.token_id)
+                )
+                for shown in each[: 1 + num_top]
+            }
+            for each in entries
+        ),
+    ]
 
 
 class CompletionLogprobs:

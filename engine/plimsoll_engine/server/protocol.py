@@ -43,6 +43,8 @@ MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_BODY_PARTS = 1 << 20
 
 
+# Of a prompt that is cut: what goes.
+Side = Annotated[str, Meta(pattern="^(left|right)$")]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 # One text, one list of token ids, or a list of either.
 PromptGiven = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
@@ -83,6 +85,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    # Streams do not tell them; 0 asks for nothing there, as in vLLM.
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # Read by ``truncation``.
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Side | None = None
     # How the output must look: read by ``structured``.
     response_format: Any = None
     structured_outputs: Any = None
@@ -96,8 +103,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     suffix: Any = None
     use_beam_search: Any = None
     best_of: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
     prompt_embeds: Any = None
     chat_template: Any = None
 
@@ -170,8 +175,6 @@ REFUSED_FIELDS: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "best_of": (1,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "chat_template": (),
 }
@@ -194,6 +197,7 @@ def parse_request(body: bytes, kind: type[Body]) -> Body:
     if isinstance(request, GenerationRequest):
         _refuse_unsupported(request)
         _check_stream_options(request)
+        _check_streamed_prompt(request)
     return request
 
 
@@ -225,6 +229,13 @@ def _check_stream_options(request: GenerationRequest) -> None:
     options = request.stream_options
     if options not in (None, StreamOptions()) and not request.stream:
         raise invalid_value("stream_options", options, "it only together with stream: true")
+
+
+def _check_streamed_prompt(request: GenerationRequest) -> None:
+    if request.stream and request.prompt_logprobs:
+        raise invalid_value(
+            "prompt_logprobs", request.prompt_logprobs, "it to be absent with stream: true"
+        )
 
 
 def _explain(error: msgspec.ValidationError, body: bytes) -> ApiError:

@@ -33,6 +33,7 @@ from plimsoll_engine.server.errors import ApiError, invalid_value, shorten
 from plimsoll_engine.server.generation import Generation
 from plimsoll_engine.server.grammars import GrammarReader
 from plimsoll_engine.server.protocol import (
+    MAX_BODY_PARTS,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -42,6 +43,7 @@ from plimsoll_engine.server.protocol import (
 )
 from plimsoll_engine.server.streaming import EventStream, until_disconnect
 from plimsoll_engine.server.text import Prompt, TextCodec, as_template_message
+from plimsoll_engine.server.truncation import Truncation, read_truncation
 from plimsoll_engine.server.validation import (
     LogprobsWanted,
     SamplingDefaults,
@@ -51,6 +53,7 @@ from plimsoll_engine.server.validation import (
     check_prompt_logprobs,
     check_template_kwargs,
     check_vocabulary,
+    read_prompt_logprobs,
     read_prompts,
 )
 
@@ -107,12 +110,17 @@ class Service:
         self, http: HttpRequest, request: CompletionRequest
     ) -> Completion | EventStream:
         arrival_time = http.scope["arrival_time"]
-        prompts = await self._read_prompts(request)
-        if request.max_tokens == 0 and not request.echo:
-            raise invalid_value("max_tokens", 0, "at least 1, or 0 together with echo: true")
-        logprobs = LogprobsWanted(request.logprobs, request.logprobs if request.echo else None)
+        prompt_logprobs = read_prompt_logprobs(request)
+        if request.max_tokens == 0 and not request.echo and prompt_logprobs is None:
+            raise invalid_value(
+                "max_tokens", 0, "at least 1, or 0 together with echo: true or prompt_logprobs"
+            )
+        truncation = self._truncation(request, request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        prompts = await self._read_prompts(request, truncation)
         positions = sum(len(prompt.token_ids) for prompt in prompts)
-        check_prompt_logprobs(positions, logprobs.prompt, request.n or 1)
+        logprobs = LogprobsWanted(
+            request.logprobs, check_prompt_logprobs(positions, prompt_logprobs, request.n or 1)
+        )
         grammar = await self._grammars.read(request)
         sequences = []
         for prompt in prompts:
@@ -144,8 +152,15 @@ class Service:
             raise invalid_value(field_name, 0, "at least 1")
         if request.top_logprobs and not request.logprobs:
             raise invalid_value("top_logprobs", request.top_logprobs, "logprobs: true beside it")
-        logprobs = LogprobsWanted((request.top_logprobs or 0) if request.logprobs else None)
-        prompt = await self.encode_chat(request, add_special_tokens=request.add_special_tokens)
+        prompt = await self.encode_chat(
+            request,
+            add_special_tokens=request.add_special_tokens,
+            truncation=self._truncation(request, max_tokens, 1),
+        )
+        logprobs = LogprobsWanted(
+            (request.top_logprobs or 0) if request.logprobs else None,
+            check_prompt_logprobs(len(prompt.token_ids), read_prompt_logprobs(request), 1),
+        )
         if max_tokens is None:
             max_tokens = self._room(prompt)
         if not request.stream:
@@ -160,8 +175,10 @@ class Service:
             token_text=self.codec.token_text,
             usage=self._usage,
         )
-        sequences = self._choices(prompt, params, request.n or 1)
-        return await self._answer(http, request, answer, sequences, arrival_time)
+        first, *others = self._choices(prompt, params, request.n or 1)
+        # They are told once, beside the choices.
+        others = [(ids, dataclasses.replace(own, prompt_logprobs=None)) for ids, own in others]
+        return await self._answer(http, request, answer, [first, *others], arrival_time)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
         """The body as a request for this model. Raises ApiError: 400, 404, 408, 413 or 415."""
@@ -176,51 +193,85 @@ class Service:
         return request
 
     async def encode_text(
-        self, text: str, *, add_special_tokens: bool | None, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool | None,
+        truncation: Truncation | None = None,
     ) -> Prompt:
         """Raises ApiError(400) for a text without tokens, or with far too many."""
-        self._check_characters(len(text))
         prompt = await self.codec.off_loop(
-            self.codec.encode, text, add_special_tokens=add_special_tokens is not False
+            self.codec.encode,
+            self._fit_text(text, truncation),
+            add_special_tokens=add_special_tokens is not False,
+            truncation=truncation,
         )
         if not prompt.token_ids:
-            raise invalid_value(param, text, "a prompt of at least one token")
-        check_vocabulary(param, prompt.token_ids, self.model.vocab_size)
+            raise invalid_value("prompt", text, "a prompt of at least one token")
+        check_vocabulary("prompt", prompt.token_ids, self.model.vocab_size)
         return prompt
 
     async def encode_chat(
-        self, request: ChatRequest | TokenizeRequest, *, add_special_tokens: bool | None = None
+        self,
+        request: ChatRequest | TokenizeRequest,
+        *,
+        add_special_tokens: bool | None = None,
+        truncation: Truncation | None = None,
     ) -> Prompt:
         """Raises ApiError(400)."""
         # The template writes the begin token itself.
-        prompt = await self.codec.off_loop(self._encode_chat, request, bool(add_special_tokens))
+        prompt = await self.codec.off_loop(
+            self._encode_chat, request, bool(add_special_tokens), truncation
+        )
         if not prompt.token_ids:
             raise invalid_value("messages", "", "messages of at least one token")
         check_vocabulary("messages", prompt.token_ids, self.model.vocab_size)
         return prompt
 
-    def _encode_chat(self, request: ChatRequest | TokenizeRequest, special: bool) -> Prompt:
+    def _encode_chat(
+        self,
+        request: ChatRequest | TokenizeRequest,
+        special: bool,
+        truncation: Truncation | None,
+    ) -> Prompt:
         """Everything that takes longer the longer the messages are. What a template makes of them
         may be longer than they are, so that both are measured."""
         check_template_kwargs(request.chat_template_kwargs)
         messages = [as_template_message(message) for message in request.messages or []]
-        self._check_characters(sum(len(text) for each in messages for text in each.values()))
+        if truncation is None:
+            self._check_characters(sum(len(text) for each in messages for text in each.values()))
         text = self.codec.render_chat(
             messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             template_kwargs=request.chat_template_kwargs,
         )
-        self._check_characters(len(text))
-        return self.codec.encode(text, add_special_tokens=special)
+        return self.codec.encode(
+            self._fit_text(text, truncation), add_special_tokens=special, truncation=truncation
+        )
 
-    async def _read_prompts(self, request: CompletionRequest) -> list[Prompt]:
+    def _truncation(
+        self, request: GenerationRequest, max_tokens: int | None, default: int
+    ) -> Truncation | None:
+        output_tokens = default if max_tokens is None else max_tokens
+        return read_truncation(request, ceiling=self.model.ceiling, output_tokens=output_tokens)
+
+    def _fit_text(self, text: str, truncation: Truncation | None) -> str:
+        """No more of it than can become tokens of a prompt. Raises ApiError(400)."""
+        if truncation is None:
+            self._check_characters(len(text))
+            return text
+        return truncation.cut_text(text, self.model.ceiling * self.codec.max_chars_per_token)
+
+    async def _read_prompts(
+        self, request: CompletionRequest, truncation: Truncation | None
+    ) -> list[Prompt]:
         # Up to a million token ids are looked at.
         given = await self.codec.off_loop(
             read_prompts,
             request.prompt,
             vocab_size=self.model.vocab_size,
-            ceiling=self.model.ceiling,
+            longest=self.model.ceiling if truncation is None else MAX_BODY_PARTS,
         )
         n = request.n or 1
         if len(given) * n > self._max_sequences:
@@ -234,10 +285,15 @@ class Service:
         for each in given:
             if isinstance(each, str):
                 prompts.append(
-                    await self.encode_text(each, add_special_tokens=request.add_special_tokens)
+                    await self.encode_text(
+                        each,
+                        add_special_tokens=request.add_special_tokens,
+                        truncation=truncation,
+                    )
                 )
             else:
-                prompts.append(await self.codec.off_loop(self.codec.show, each))
+                kept = each if truncation is None else truncation.cut(each)
+                prompts.append(await self.codec.off_loop(self.codec.show, kept))
         return prompts
 
     def _sampling_params(
@@ -309,7 +365,16 @@ class Service:
                 answer.on_tokens = use.generation_tokens.inc
             if request.stream:
                 return EventStream(answer.events(generation), stack.pop_all())
-            return await until_disconnect(http.receive, answer.whole(generation))
+            return await until_disconnect(http.receive, self._whole(request, answer, generation))
+
+    async def _whole(
+        self, request: GenerationRequest, answer: Answer[Whole], generation: Generation
+    ) -> Whole:
+        parts = await answer.collect(generation)
+        # Up to a quarter of a million log-probabilities take their time.
+        if request.prompt_logprobs is not None:
+            return await self.codec.off_loop(answer.document, parts)
+        return answer.document(parts)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

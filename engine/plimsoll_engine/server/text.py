@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from plimsoll_engine.server.errors import ApiError, invalid_value
 from plimsoll_engine.server.protocol import ChatMessage
+from plimsoll_engine.server.truncation import Truncation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,7 +31,8 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Prompt:
-    """``text`` is what ``echo`` shows: the client's own, or its token ids decoded."""
+    """``text`` is what ``echo`` shows: the client's own, or token ids decoded, as of a prompt that
+    was cut."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -59,10 +61,21 @@ class TextCodec:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: work(*args, **kwargs))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> Prompt:
         """A text may give no token at all: an empty one does, unless a begin token is added."""
+        if truncation is not None:
+            return self.show(self._encode_cut(text, add_special_tokens, truncation))
         encoding = self._core.encode(text, add_special_tokens=add_special_tokens)
         return Prompt(tuple(encoding.ids), text)
+
+    def _encode_cut(self, text: str, special: bool, truncation: Truncation) -> list[int]:
+        """What the tokenizer adds by itself stays, as with transformers' own truncation."""
+        added = self._core.num_special_tokens_to_add(False) if special else 0
+        encoding = self._core.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, truncation.length - added), direction=truncation.side)
+        return self._core.post_process(encoding, add_special_tokens=special).ids
 
     def show(self, token_ids: Sequence[int]) -> Prompt:
         return Prompt(tuple(token_ids), self.decode(token_ids, skip_special_tokens=False))

@@ -21,6 +21,7 @@ from plimsoll_engine.server.protocol import (
     MAX_TEMPERATURE,
     MAX_TEMPLATE_KWARGS_BYTES,
     MIN_REPETITION_PENALTY,
+    CompletionRequest,
     GenerationRequest,
 )
 
@@ -142,8 +143,9 @@ def check_vocabulary(param: str, token_ids: Sequence[int], vocab_size: int) -> N
         )
 
 
-def read_prompts(prompt: object, *, vocab_size: int, ceiling: int) -> list[str | list[int]]:
-    """The four forms of ``prompt`` as a list of texts and id lists. Raises ApiError(400).
+def read_prompts(prompt: object, *, vocab_size: int, longest: int) -> list[str | list[int]]:
+    """The four forms of ``prompt`` as a list of texts and id lists, of at most ``longest`` ids each.
+    Raises ApiError(400).
 
     A text may be empty here: whether it makes a token is the tokenizer's to say.
     """
@@ -153,23 +155,23 @@ def read_prompts(prompt: object, *, vocab_size: int, ceiling: int) -> list[str |
     if not isinstance(prompt, list) or not prompt:
         raise invalid_value("prompt", prompt, allowed)
     if type(prompt[0]) is int:
-        _check_prompt_ids("prompt", prompt, vocab_size, ceiling)
+        _check_prompt_ids("prompt", prompt, vocab_size, longest)
         return [prompt]
     for position, entry in enumerate(prompt):
         if isinstance(entry, list) and entry:
-            _check_prompt_ids(f"prompt[{position}]", entry, vocab_size, ceiling)
+            _check_prompt_ids(f"prompt[{position}]", entry, vocab_size, longest)
         elif not isinstance(entry, str):
             raise invalid_value(f"prompt[{position}]", entry, allowed)
     return prompt
 
 
 def _check_prompt_ids(
-    param: str, token_ids: Sequence[object], vocab_size: int, ceiling: int
+    param: str, token_ids: Sequence[object], vocab_size: int, longest: int
 ) -> None:
-    if len(token_ids) > ceiling:
+    if len(token_ids) > longest:
         raise ApiError(
             400,
-            f"This model's maximum context length is {ceiling} tokens. However, your prompt "
+            f"This model's maximum context length is {longest} tokens. However, your prompt "
             f"contains {len(token_ids)} input tokens. Please reduce the length of the input "
             "prompt.",
             param="input_tokens",
@@ -177,19 +179,32 @@ def _check_prompt_ids(
     check_token_ids(param, token_ids, vocab_size)
 
 
-def check_prompt_logprobs(positions: int, logprobs: int | None, n: int) -> None:
-    """Raises ApiError(400) for more than host memory is meant to hold; None asks for none."""
-    if logprobs is None:
-        return
+def read_prompt_logprobs(request: GenerationRequest) -> tuple[str, int] | None:
+    """How many of the most likely tokens are wanted beside each of the prompt's own, and the field
+    that asks for the most; None: no log-probabilities of prompts."""
+    wanted = []
+    if request.prompt_logprobs is not None and not request.stream:
+        wanted.append(("prompt_logprobs", request.prompt_logprobs))
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        wanted.append(("logprobs", request.logprobs))
+    return max(wanted, key=lambda asked: asked[1], default=None)
+
+
+def check_prompt_logprobs(positions: int, wanted: tuple[str, int] | None, n: int) -> int | None:
+    """``wanted`` is read_prompt_logprobs'; its number. Raises ApiError(400) for more than host
+    memory is meant to hold."""
+    if wanted is None:
+        return None
+    param, logprobs = wanted
     entries = positions * (logprobs + 1) * n
     if entries > MAX_PROMPT_LOGPROBS:
         raise invalid_value(
-            "logprobs",
+            param,
             logprobs,
-            f"at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in one request; with echo "
-            f"this one makes {entries}: {positions} prompt tokens x (logprobs {logprobs} + 1) x n "
-            f"{n}",
+            f"at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in one request; this one "
+            f"asks for {entries}: {positions} prompt tokens x ({logprobs} + 1) x n {n}",
         )
+    return logprobs
 
 
 def check_output_logprobs(param: str, logprobs: int | None, max_tokens: int, choices: int) -> None:
