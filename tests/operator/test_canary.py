@@ -14,7 +14,7 @@ from plimsoll_operator.tuning.values import (
     Unknown,
     UnknownReason,
 )
-from support.resources import NOW, llmdeployment, observed, pod, statefulset
+from support.resources import NOW, llmdeployment, observed, pod, statefulset, time
 
 SOAK = 120.0
 
@@ -157,6 +157,38 @@ def test_which_deaths_speak_against_the_template(found: Pod, dead: Failure, fail
     if seen.failure is not None:
         assert seen.failure.reason == dead.failure_class
         assert "pod assistant-1: its words" in seen.failure.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "before", "fails"),
+    [
+        # its pods are made anew by each death, and status has the one before
+        ("EngineDead", "assistant-1", NOW - 60, True),
+        ("CollectiveFailure", "assistant-1", NOW - 60, True),
+        # the same death, of which another of its pods had told first
+        ("EngineDead", "assistant-1", NOW - 20, False),
+        # of another template, another group, another kind
+        ("EngineDead", "assistant-1", NOW - 4000, False),
+        ("EngineDead", "assistant-0", NOW - 60, False),
+        ("GPUBusyAtStart", "assistant-1", NOW - 60, False),
+    ],
+)
+@pytest.mark.parametrize("deleting", [False, True])
+def test_the_second_death_of_a_group_is_against_it(
+    kind: str, name: str, before: float, fails: bool, deleting: bool
+) -> None:
+    last = {"time": time(before), "pod": name, "class": kind, "message": "its words"}
+    group = canary_pod(ready=False, created=NOW - 30, deleting=deleting)
+    seen = observed(
+        llmdeployment(replicas=2, parallelism={"tensor": 2, "nodes": 2}),
+        statefulset=statefulset(replicas=2, current="old", update="new", applied_at=NOW - 600),
+        pods=(pod("assistant-0", revision="old"), group),
+        status={"failures": {"last": last}},
+    )
+    found = judge_canary(
+        seen, failures=[death(FailureClass.ENGINE_DEAD)], readings={}, probe=None, now=NOW
+    )
+    assert (found is not None and found.failure is not None) is fails
 
 
 def test_a_prompt_that_fails_twice_is_against_it() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from plimsoll_operator.checks import Violation
-from plimsoll_operator.observed import Observed, Pod
+from plimsoll_operator.observed import Observed, Pod, seconds
 from plimsoll_operator.spec import CanaryMode
 from plimsoll_operator.tuning.values import (
     OUT_OF_MEMORY,
@@ -88,18 +88,19 @@ def judge_canary(
     and not every pod has it."""
     statefulset, deployment = observed.statefulset, observed.deployment
     assert statefulset is not None
-    new = [
-        pod
-        for pod in observed.pods
-        if pod.revision == statefulset.update_revision and not pod.deleting
-    ]
+    made = [pod for pod in observed.pods if pod.revision == statefulset.update_revision]
+    new = [pod for pod in made if not pod.deleting]
+    # A group goes away with its death.
+    tried = made if deployment.in_groups else new
+    if not tried:
+        return None
+    dead = find_death(observed, tried, failures)
+    if dead is not None:
+        return Canary(max(tried, key=_ordinal), False, dead.message, failure=dead)
     if not new:
         return None
-    pod = max(new, key=lambda each: each.ordinal)
+    pod = max(new, key=_ordinal)
     probe = probe if probe is not None and probe.pod_uid == pod.uid else None
-    dead = find_death(new, failures)
-    if dead is not None:
-        return Canary(pod, False, dead.message, failure=dead)
     unready = [each for each in new if not each.ready]
     if unready or pod.ready_since is None:
         waited = unready[0] if unready else pod
@@ -128,7 +129,13 @@ def judge_canary(
     return Canary(pod, True, f"pod {pod.name} works: {told}")
 
 
-def find_death(new: Iterable[Pod], failures: Iterable[Failure]) -> Violation | None:
+def _ordinal(pod: Pod) -> int:
+    return pod.ordinal
+
+
+def find_death(
+    observed: Observed, new: Iterable[Pod], failures: Iterable[Failure]
+) -> Violation | None:
     """The death of a canary that speaks against its template. Out of memory while it served is enough
     once; a busy or broken device and what never started are somebody else's to judge."""
     pods = {pod.name: pod for pod in new}
@@ -136,13 +143,24 @@ def find_death(new: Iterable[Pod], failures: Iterable[Failure]) -> Violation | N
         pod = pods.get(failure.pod)
         if pod is None:
             continue
-        kind, container = failure.failure_class, pod.container
-        deaths = 0 if container is None else max(container.restarts, 1)
+        kind, deaths = failure.failure_class, _deaths(observed, pod)
         served = kind in OUT_OF_MEMORY and failure.serving is True
         if served or (kind in _MAY_BE_THE_TEMPLATE and deaths >= DEATHS):
             times = f" ({deaths} times)" if deaths > 1 else ""
             return Violation(kind.value, f"pod {pod.name}: {failure.message}{times}")
     return None
+
+
+def _deaths(observed: Observed, pod: Pod) -> int:
+    """Of a pod that has died; of a group its pods are made anew each time, and status knows the time before."""
+    if not observed.deployment.in_groups:
+        return 0 if pod.container is None else max(pod.container.restarts, 1)
+    statefulset, last = observed.statefulset, observed.status.get("failures", {}).get("last", {})
+    assert statefulset is not None
+    if last.get("pod") != pod.name or last.get("class") not in _MAY_BE_THE_TEMPLATE:
+        return 1
+    began = observed.changed_at if statefulset.applied_at is None else statefulset.applied_at
+    return 2 if began <= seconds(last["time"]) <= pod.created_at else 1
 
 
 def _probe_tokens(reading: EngineReading | Unknown | None) -> int | None:
