@@ -40,7 +40,7 @@ from plimsoll_engine.models.source import load_failure, resolve_model
 from plimsoll_engine.models.tokenizer import load_tokenizer
 from plimsoll_engine.parallel.group import Group, LoneRank
 from plimsoll_engine.profile_step import build_profile_step
-from plimsoll_engine.sampling import Sampler
+from plimsoll_engine.sampling import Sampler, rows_at_once
 from plimsoll_engine.step_graphs import LARGEST_BY_DEFAULT, StepGraphs, default_sizes
 from plimsoll_engine.step_inputs import StepInputs, WantedRow, build_step_inputs, wanted_rows
 from plimsoll_engine.step_results import StepResults
@@ -263,6 +263,7 @@ class ModelRunner:
             num_blocks=self.cache.num_blocks,
             vocab_size=self.model.vocab_size,
             num_prompt_rows=self._pass_rows,
+            num_drawn=rows_at_once(self.model.vocab_size, self._kind),
         )
         self._run(batch, profiled_layers(self.model.attention))
 

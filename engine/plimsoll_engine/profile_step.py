@@ -8,16 +8,18 @@ for. The block tables repeat the few blocks there are: values do not matter here
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from plimsoll_engine.executor import SequenceChunk, StepBatch
 from plimsoll_engine.sampling_params import SamplingParams
 
 # Long enough for the decode groups to reach the bound of what is gathered at once.
 _DECODE_CONTEXT = 256
+# Hot, and nearly all of the tokens: no few of them are enough to draw from.
 _WORST_SAMPLING = SamplingParams(
     max_tokens=1,
-    temperature=1.0,
-    top_p=0.9,
+    temperature=100.0,
+    top_p=0.999999,
     repetition_penalty=1.1,
     presence_penalty=0.1,
     seed=0,
@@ -34,10 +36,12 @@ def build_profile_step(
     num_blocks: int,
     vocab_size: int,
     num_prompt_rows: int,
+    num_drawn: int,
 ) -> StepBatch:
     """``num_tokens`` tokens (fewer only when the sequences cannot hold as many).
 
     ``num_prompt_rows``: as many log-probabilities of prompt tokens as are computed at once.
+    ``num_drawn``: tokens are drawn from so many rows at once; more would only take longer.
     """
 
     def chunk(index: int, tokens: int, context: int) -> SequenceChunk:
@@ -48,7 +52,9 @@ def build_profile_step(
             token_ids=ids[:tokens],
             start=context - tokens,
             block_ids=tuple((index + place) % num_blocks for place in range(blocks)),
-            sampling=_WORST_SAMPLING,
+            sampling=_WORST_SAMPLING
+            if index < num_drawn
+            else replace(_WORST_SAMPLING, temperature=0.0),
             output_token_ids=ids[:1],
             prompt_token_ids=ids,
             prompt_logprob_rows=(0, min(tokens - 1, num_prompt_rows)),

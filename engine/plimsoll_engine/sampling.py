@@ -23,6 +23,10 @@ from plimsoll_engine.transfers import indices, to_device
 
 # Float32 logits that tokens are drawn from at once; sorting and summing take several times as much.
 _DRAW_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+# Where looking at a result costs nothing, so many of the most likely tokens are put in order first:
+# they nearly always hold the share that is asked for, and sorting a whole vocabulary takes ten times
+# as long.
+_NUCLEUS = 1024
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Sampler:
         return random.Random(f"{request.params.seed}/{position}").random()
 
 
+def rows_at_once(vocab_size: int, device_kind: str) -> int:
+    """Rows from which tokens are drawn at once: more take no more memory."""
+    return max(1, _DRAW_BYTES[device_kind] // (4 * vocab_size))
+
+
 def _by_order(
     requests: Sequence[RowRequest], rows: Iterable[int], logits: torch.Tensor
 ) -> Iterator[tuple[_Order, list[int]]]:
@@ -92,7 +101,7 @@ def _by_order(
         limited = params.top_k is not None and params.top_k < vocab
         order = _Order(params.top_k if limited else None, limited or params.top_p < 1.0)
         grouped[order].append(row)
-    at_once = max(1, _DRAW_BYTES[logits.device.type] // (4 * vocab))
+    at_once = rows_at_once(vocab, logits.device.type)
     for order, members in grouped.items():
         for start in range(0, len(members), at_once):
             yield order, members[start : start + at_once]
@@ -119,7 +128,7 @@ def _draw(
     if order.top_k is not None:
         scaled, ids = scaled.topk(order.top_k)
     elif order.sorted:
-        scaled, ids = scaled.sort(descending=True)
+        scaled, ids = _sort(scaled, params)
     probabilities = scaled.softmax(dim=-1)
     if any(own.min_p > 0.0 for own in params):
         least = column(own.min_p for own in params).float()
@@ -139,3 +148,27 @@ def _draw(
     places = places.masked_fill(nowhere, 0)
     drawn = places if ids is None else ids.gather(1, places)
     return torch.where(nowhere, likeliest[:, None], drawn)[:, 0]
+
+
+def _sort(
+    scaled: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely first, of equals the lower id: [rows, vocab] and their ids. Or as many as
+    surely hold every row's top_p, and behind them one value that stands for all others."""
+    short = scaled.device.type == "cpu" and scaled.shape[1] > _NUCLEUS
+    # min_p compares single tokens with the largest, which the others together are not.
+    if short and all(own.min_p == 0.0 for own in params):
+        ids = scaled.topk(_NUCLEUS, sorted=False).indices.sort().values
+        values, places = scaled.gather(1, ids).sort(descending=True, stable=True)
+        ids = ids.gather(1, places)
+        others = scaled.scatter(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        shortened = torch.cat((values, others), dim=1)
+        shares = shortened.softmax(dim=-1).double()
+        # Of those as likely as the last, more may be among the others.
+        sure = shares[:, :-1].masked_fill(values == values[:, -1:], 0.0).sum(dim=-1)
+        wanted = torch.tensor([own.top_p for own in params], dtype=torch.float64)
+        # No number is more than any: such a row wants all.
+        if bool((sure > wanted * shares.sum(dim=-1)).all()):
+            return shortened, torch.cat((ids, ids[:, :1]), dim=1)
+    ordered = scaled.sort(descending=True, stable=True)
+    return ordered.values, ordered.indices

@@ -229,11 +229,17 @@ ROWS = st.lists(st.builds(RowRequest, PARAMS, IDS, IDS), min_size=1, max_size=8)
 
 
 @settings(deadline=None, max_examples=200)
-@given(requests=ROWS, logits_seed=st.integers(0, 999), rounded=st.booleans())
+@given(
+    requests=ROWS,
+    logits_seed=st.integers(0, 999),
+    rounded=st.booleans(),
+    nucleus=st.sampled_from([1, 20, 1024]),
+)
 def test_rows_together_are_each_row_by_the_definition(
-    requests: list[RowRequest], logits_seed: int, rounded: bool
+    requests: list[RowRequest], logits_seed: int, rounded: bool, nucleus: int
 ) -> None:
-    """Bit by bit, also where logits that were bfloat16 are equal to each other."""
+    """Bit by bit, also where logits that were bfloat16 are equal to each other, and however many of
+    the most likely tokens are looked at first."""
     generator = torch.Generator().manual_seed(logits_seed)
     logits = torch.randn(len(requests), 200, generator=generator) * 4
     if rounded:
@@ -247,7 +253,9 @@ def test_rows_together_are_each_row_by_the_definition(
             uniform = draws.random() if request.params.seed is None else seeded_draw(request)
         token = row.argmax() if request.params.greedy else draw(row, request.params, uniform)
         expected.append(int(token))
-    assert choose_all(logits, requests, seed=7) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plimsoll_engine.sampling._NUCLEUS", nucleus)
+        assert choose_all(logits, requests, seed=7) == expected
 
 
 def test_the_bound_on_rows_drawn_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def draw(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
     if params.top_k is not None and params.top_k < vocab:
         values, ids = scaled.topk(params.top_k)
     elif params.top_p < 1.0:
-        values, ids = scaled.sort(descending=True)
+        values, ids = scaled.sort(descending=True, stable=True)
     else:
         # Nothing depends on the order.
         values, ids = scaled, None
