@@ -99,7 +99,7 @@ def snapshot() -> EngineSnapshot:
         "model": ModelLimits(1, 1, 1, 1, 1, 1, "bfloat16"),
         "device": DeviceMemory(1, 1, 1),
         "classes": (MemoryClass("weights", 1, 1),),
-        "limits": Limits(1, 0.9, 1, 1, 0.1, 1, 0.7),
+        "limits": Limits(1, 0.9, 1, 1, 0.1, 1, 0.7, 0.5),
         "limits_outcome": LimitsOutcome.APPLIED,
         "limits_reason": "",
         "refused": dict.fromkeys(RefusalReason, 0),
@@ -123,7 +123,9 @@ def http() -> list[Metric]:
 
 
 def gate() -> list[Metric]:
-    limits = SimpleNamespace(current=Limits(1, 0.9, 1, 1, 0.1, 1, 0.7), revision=1, admitted=int)
+    limits = SimpleNamespace(
+        current=Limits(1, 0.9, 1, 1, 0.1, 1, 0.7, 0.5), revision=1, admitted=int
+    )
     page = own_page(
         SimpleNamespace(
             state=SimpleNamespace(model=SimpleNamespace(names=("m",))),

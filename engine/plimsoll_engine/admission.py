@@ -19,6 +19,7 @@ class RefusalReason(StrEnum):
     OVER_ADMITTED_LENGTH = "over_admitted_length"
     TOO_MANY_SEQUENCES = "too_many_sequences"
     QUEUE_FULL = "queue_full"
+    LONG_QUEUE_FULL = "long_queue_full"
     DRAINING = "draining"
     ENGINE_DEAD = "engine_dead"
     DUPLICATE_REQUEST_ID = "duplicate_request_id"
@@ -73,6 +74,34 @@ class Queue:
 
 
 @dataclass(frozen=True)
+class LongQueue:
+    """Long prompts that wait, in tokens. ``room``: what the lane could take of them at once;
+    ``most``: how many may wait when it has taken that."""
+
+    threshold: int
+    waiting: int
+    room: int
+    most: int
+
+    def behind(self, prompts: Sequence[int]) -> LongQueue:
+        """When ``prompts`` have come too; those that are not long do not count."""
+        return replace(self, waiting=self.waiting + self.count(prompts))
+
+    def count(self, prompts: Sequence[int]) -> int:
+        return sum(prompt for prompt in prompts if prompt > self.threshold)
+
+    @property
+    def left(self) -> int:
+        """What still waits then."""
+        return max(0, self.waiting - self.room)
+
+    def has_place_for(self, prompts: Sequence[int]) -> bool:
+        """The first may always wait, however long it is."""
+        more = self.count(prompts)
+        return not more or not self.left or self.left + more <= self.most
+
+
+@dataclass(frozen=True)
 class AdmissionState:
     """What the decision depends on, lengths in tokens.
 
@@ -104,6 +133,8 @@ class AdmissionState:
     # A prompt of more tokens is long, and has this much of the pool; None: all are alike.
     long_prompt_tokens: int | None = None
     free_lane_blocks: int | None = None
+    # None: long prompts that wait have no bound of their own.
+    long_queue: LongQueue | None = None
 
     @property
     def length_ever(self) -> int:
@@ -181,6 +212,8 @@ class AdmissionState:
 # The admitted length moves at the tuner's pace, a queue at the engine's.
 _RETRY_AFTER_LENGTH = 5
 _RETRY_AFTER_QUEUE = 2
+# A long prompt holds the lane for a while.
+_RETRY_AFTER_LONG_QUEUE = 10
 
 
 def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None:
@@ -223,6 +256,17 @@ def judge(state: AdmissionState, sequences: Sequence[Lengths]) -> Refused | None
             f"waiting, {state.places} may, and this one has {len(prompts)} sequences of "
             f"{sum(prompts)} tokens. Please retry later.",
             retry_after=_RETRY_AFTER_QUEUE,
+        )
+    long_queue = state.long_queue and state.long_queue.behind(state.arriving)
+    if long_queue is not None and not long_queue.has_place_for(prompts):
+        return Refused(
+            429,
+            RefusalReason.LONG_QUEUE_FULL,
+            f"Long prompts of {long_queue.left} tokens are waiting, {long_queue.most} may, and this "
+            f"request has {long_queue.count(prompts)}. Please retry later; prompts of up to "
+            f"{long_queue.threshold} tokens are admitted.",
+            param="input_tokens",
+            retry_after=_RETRY_AFTER_LONG_QUEUE,
         )
     return None
 

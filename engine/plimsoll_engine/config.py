@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from plimsoll_engine.limits import MAX_LENGTH
+from plimsoll_engine.limits import MAX_LENGTH, MAX_QUEUE_SHARE
 from plimsoll_engine.pod_group import PodGroup
 from plimsoll_engine.termination import EngineFailure, FailureClass, Phase
 
@@ -140,6 +140,8 @@ class EngineConfig:
     # None: no prompt is long.
     long_prompt_tokens: int | None = None
     long_prompt_share: float = 1.0
+    # None: long prompts that wait have no bound of their own.
+    long_queue_share: float | None = None
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int = 1024
     # None: no bound but the one above.
@@ -212,6 +214,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
         watermark=flags.read("watermark", _watermark, 0.0),
         long_prompt_tokens=flags.read("long_prompt_tokens", _positive_int(MAX_LENGTH), None),
         long_prompt_share=flags.read("long_prompt_share", _share, 1.0),
+        long_queue_share=flags.read("long_queue_share", _queue_share, None),
         enable_prefix_caching=flags.read("enable_prefix_caching", bool, True),
         max_num_queued_reqs=flags.read("max_num_queued_reqs", _positive_int(MAX_REQUESTS), 1024),
         max_num_queued_tokens=flags.read("max_num_queued_tokens", _positive_int(MAX_LENGTH), None),
@@ -478,6 +481,11 @@ def _build_parser() -> argparse.ArgumentParser:
         help="share of the pool up to which long prompts are admitted beside each other (1)",
     )
     batch.add_argument(
+        "--long-queue-share",
+        metavar="X",
+        help="share of the pool that long prompts may come to while they wait: 429 beyond (off)",
+    )
+    batch.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="reuse the KV blocks of a prompt's known start (on)",
@@ -601,6 +609,11 @@ def _number(text: str, allowed: str, accepts: Callable[[float], bool]) -> float:
 
 def _share(text: str) -> float:
     return _number(text, "a number above 0, at most 1", lambda x: 0 < x <= 1)
+
+
+def _queue_share(text: str) -> float:
+    allowed = f"a number above 0, at most {MAX_QUEUE_SHARE}"
+    return _number(text, allowed, lambda x: 0 < x <= MAX_QUEUE_SHARE)
 
 
 def _watermark(text: str) -> float:

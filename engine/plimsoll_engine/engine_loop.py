@@ -185,6 +185,7 @@ class EngineLoop:
             max_waiting_tokens=self._max_waiting_tokens,
             long_prompt_tokens=self._scheduler.limits.long_prompt_tokens,
             free_lane_blocks=self._scheduler.free_lane_blocks,
+            long_queue=self._scheduler.long_queue,
         )
 
     def snapshot(self) -> EngineSnapshot:

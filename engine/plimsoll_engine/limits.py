@@ -23,11 +23,14 @@ _FILE_KEYS = {
     "watermark": "watermark",
     "longPromptTokens": "long_prompt_tokens",
     "longPromptShare": "long_prompt_share",
+    "longQueueShare": "long_queue_share",
 }
 _WHOLE = frozenset({"maxModelLen", "maxNumSeqs", "maxNumBatchedTokens", "longPromptTokens"})
 
 # Far above any model's length, and far below what any integer of a library holds.
 MAX_LENGTH = 2**31 - 1
+# As good as no bound.
+MAX_QUEUE_SHARE = 1000
 
 
 class LimitsOutcome(StrEnum):
@@ -40,7 +43,8 @@ class LimitsOutcome(StrEnum):
 @dataclass(frozen=True)
 class Limits:
     """In a request, None leaves that limit as it is; limits in force have no None, but for
-    ``long_prompt_tokens``: no prompt is long then.
+    ``long_prompt_tokens``, where no prompt is long then, and ``long_queue_share``, where long prompts
+    that wait have no bound of their own.
 
     ``max_model_len`` is the admitted length: prompt plus requested output, in tokens.
     """
@@ -52,6 +56,7 @@ class Limits:
     watermark: float | None = None
     long_prompt_tokens: int | None = None
     long_prompt_share: float | None = None
+    long_queue_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,11 @@ def find_violation(limits: Limits, bounds: LimitBounds) -> str | None:
         return f"long_prompt_tokens: {long} is not allowed; expected 1 to {MAX_LENGTH}"
     if share is not None and not 0 < share <= 1:
         return f"long_prompt_share: {share} is not allowed; expected above 0, at most 1"
+    queue = limits.long_queue_share
+    if queue is not None and not 0 < queue <= MAX_QUEUE_SHARE:
+        return (
+            f"long_queue_share: {queue} is not allowed; expected above 0, at most {MAX_QUEUE_SHARE}"
+        )
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     if seqs is not None and tokens is not None and seqs > tokens:
         return f"max_num_seqs: {seqs} is not allowed; expected at most max_num_batched_tokens ({tokens})"

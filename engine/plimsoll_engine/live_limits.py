@@ -145,4 +145,5 @@ def scheduler_limits(limits: Limits) -> SchedulerLimits:
         watermark=limits.watermark,
         long_prompt_tokens=limits.long_prompt_tokens,
         long_prompt_share=limits.long_prompt_share,
+        long_queue_share=limits.long_queue_share,
     )

@@ -281,6 +281,11 @@ class SnapshotCollector(Collector):
                 "Share of the blocks up to which long prompts are admitted.",
                 limits.long_prompt_share,
             ),
+            (
+                "long_queue_share",
+                "Share of the blocks that long prompts may come to while they wait.",
+                limits.long_queue_share,
+            ),
             ("limits_revision", "Revision of the limits in force.", now.limits_revision),
             (
                 "largest_prompt_admissible_tokens",

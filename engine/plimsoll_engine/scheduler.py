@@ -38,6 +38,7 @@ from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 from itertools import islice
 
+from plimsoll_engine.admission import LongQueue
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.prefix_cache import PrefixHashes
 from plimsoll_engine.sampling_params import Request
@@ -60,6 +61,8 @@ class SchedulerLimits:
     long_prompt_tokens: int | None = None
     # Share of the usable blocks up to which long requests are admitted beside each other.
     long_prompt_share: float = 1.0
+    # Share of the usable blocks up to which long requests may wait together; None: no bound.
+    long_queue_share: float | None = None
 
 
 # Not frozen: each request of each step makes one, and frozen ones take three times as long to make.
@@ -187,6 +190,19 @@ class Scheduler:
         """Blocks that another long request may have; all of the pool for one that is alone."""
         held = self.lane_blocks
         return max(0, self.lane_capacity - held) if held else self._pool.usable
+
+    @property
+    def long_queue(self) -> LongQueue | None:
+        """None: those that wait for the lane have no bound of their own."""
+        threshold, share = self.limits.long_prompt_tokens, self.limits.long_queue_share
+        if threshold is None or share is None:
+            return None
+        return LongQueue(
+            threshold,
+            self._waiting.num_long_tokens,
+            self.free_lane_blocks * self._block_size,
+            int(share * self._pool.usable) * self._block_size,
+        )
 
     @property
     def next_tokens(self) -> tuple[int, ...]:

@@ -130,6 +130,7 @@ def _starting_limits(config: EngineConfig, plan: MemoryPlan, left: Limits) -> Li
         watermark=config.watermark,
         long_prompt_tokens=config.long_prompt_tokens,
         long_prompt_share=config.long_prompt_share,
+        long_queue_share=config.long_queue_share,
     )
     bounds = bounds_of(config, plan)
     for name, value in vars(left).items():

@@ -42,6 +42,10 @@ class WaitingQueue:
     def first_short(self) -> Sequence | None:
         return self._short[0] if self._short else None
 
+    @property
+    def num_long_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._long)
+
     def is_long(self, sequence: Sequence) -> bool:
         threshold = self._long_prompt_tokens
         return threshold is not None and sequence.num_prompt_tokens > threshold

@@ -31,6 +31,7 @@ from plimsoll_simulator.model_config import ModelError, read_model
 from plimsoll_simulator.policies import (
     BASELINES,
     PLIMSOLL,
+    QUEUED,
     REFERENCE,
     PolicyError,
     build_policy,
@@ -297,9 +298,11 @@ def _read_baselines(text: str) -> tuple[str, ...]:
         return BASELINES
     names = tuple(name for name in text.split(",") if name and text != "none")
     for name in names:
-        if name not in BASELINES and not name.startswith("pinned/"):
+        known = (*BASELINES, PLIMSOLL) if name.endswith(QUEUED) else BASELINES
+        if name.removesuffix(QUEUED) not in known and not name.startswith("pinned/"):
             raise PolicyError(
-                f"--baselines has {name!r}; expected all, none, or names of {', '.join(BASELINES)}"
+                f"--baselines has {name!r}; expected all, none, or names of "
+                f"{', '.join(BASELINES)}, each or {PLIMSOLL} with {QUEUED} at its end"
             )
     return names
 

@@ -35,6 +35,7 @@ from plimsoll_simulator.workload import Workload, build_workload
 _CODE = {
     "plimsoll_simulator": ("*.py", "data/*.csv"),
     "plimsoll_engine": (
+        "admission.py",
         "blocks.py",
         "prefix_cache.py",
         "scheduler.py",

@@ -20,6 +20,9 @@ from plimsoll_simulator.tuner import Tuner, tuning_settings
 LONG_LANE = 8192
 _LANE_SHARE = 0.70
 _WATERMARK = 0.05
+# What a name of a policy ends in when long prompts that wait have a bound, and that bound.
+QUEUED = "+queue"
+_QUEUE_SHARE = 0.5
 # What vLLM's auto_tune.sh tries, in its order.
 _AUTO_TUNE = tuple(percent / 100 for percent in range(98, 89, -1))
 # The floor that the evaluated spec guarantees, in tokens.
@@ -112,6 +115,10 @@ def build_policy(
     name: str, hardware: Hardware, model: Model, *, seed: int = 0, factor: float = 1.0
 ) -> Policy:
     """``seed`` and ``factor`` matter to S7 alone, which finds its setting by starting engines."""
+    if name.endswith(QUEUED):
+        return _with_queue(
+            build_policy(name.removesuffix(QUEUED), hardware, model, seed=seed, factor=factor)
+        )
     if name in _NATIVE:
         description, settings = _NATIVE[name]
         return Policy(name, description, settings)
@@ -137,6 +144,16 @@ def build_policy(
         return Policy(name, pinned.description, pinned.settings)
     expected = ", ".join((*BASELINES, PLIMSOLL))
     raise PolicyError(f"policy {name!r} is not known; expected one of {expected}")
+
+
+def _with_queue(policy: Policy) -> Policy:
+    """The bound is the engine's own flag, which no policy moves."""
+    return replace(
+        policy,
+        name=f"{policy.name}{QUEUED}",
+        description=f"{policy.description}; long prompts of {_QUEUE_SHARE:.0%} of the cache may wait",
+        settings=replace(policy.settings, long_queue_share=_QUEUE_SHARE),
+    )
 
 
 def startable(policy: Policy, hardware: Hardware, model: Model) -> tuple[Policy, bool]:

@@ -34,6 +34,7 @@ class EngineSettings:
     watermark: float = 0.0
     long_prompt_tokens: int | None = None
     long_prompt_share: float = 1.0
+    long_queue_share: float | None = None
     # Blocks of the cache whatever the utilization (vLLM's flag of this name).
     num_gpu_blocks_override: int | None = None
     prefix_caching: bool = False
@@ -46,6 +47,7 @@ class EngineSettings:
             watermark=self.watermark,
             long_prompt_tokens=self.long_prompt_tokens,
             long_prompt_share=self.long_prompt_share,
+            long_queue_share=self.long_queue_share,
         )
 
 
@@ -172,8 +174,13 @@ class Replica:
         usable = self.pool.usable * BLOCK_SIZE
         return total_tokens <= min(self.admitted_length, usable)
 
+    def may_wait(self, prompt_tokens: int) -> bool:
+        """Whether the engine's queue of long prompts has a place."""
+        queue = self.scheduler.long_queue
+        return queue is None or queue.has_place_for((prompt_tokens,))
+
     def add(self, record: RequestRecord, now: float) -> None:
-        """The caller has asked ``admits``."""
+        """The caller has asked ``admits`` and ``may_wait``."""
         request = record.request
         name = f"{request.number}-{record.attempts}"
         params = _params(request.output_tokens, request.prompt_logprobs)

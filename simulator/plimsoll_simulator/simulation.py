@@ -180,6 +180,8 @@ class Fleet:
         elif not replica.admits(total):
             replica.counters.over_length += 1
             self._refuse(record, Refusal.NOT_NOW, now)
+        elif not replica.may_wait(record.request.input_tokens):
+            self._refuse(record, Refusal.NOT_NOW, now)
         else:
             replica.add(record, now)
             self.wake(replica, now)

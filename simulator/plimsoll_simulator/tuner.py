@@ -201,6 +201,7 @@ def apply(replica: Replica, limits: Limits, revision: int, now: float) -> None:
             else limits.long_prompt_tokens
         ),
         long_prompt_share=chosen(limits.long_prompt_share, flags.long_prompt_share),
+        long_queue_share=flags.long_queue_share,
     )
     replica.admitted_length = int(chosen(limits.max_model_len, replica.ceiling))
     replica.utilization = chosen(limits.gpu_memory_utilization, flags.utilization)

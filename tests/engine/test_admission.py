@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from plimsoll_engine.admission import AdmissionState, Lengths, RefusalReason, judge
+from plimsoll_engine.admission import AdmissionState, Lengths, LongQueue, RefusalReason, judge
 
 OPEN = AdmissionState(
     ceiling=8192,
@@ -222,3 +222,42 @@ def test_the_longest_prompt_that_starts_at_once(
     changes: dict[str, object], longest: int, why: str
 ) -> None:
     assert replace(OPEN, **changes).largest_prompt_startable == longest, why  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "room", "arriving", "prompt", "admitted", "why"),
+    [
+        (0, 0, (), 9000, True, "the first may wait, however long it is"),
+        (2000, 0, (), 2000, True, "exactly what may wait"),
+        (2000, 0, (), 2001, False, "a token more"),
+        (2000, 0, (), 1000, True, "not long: it does not count"),
+        (2000, 2000, (), 9000, True, "those that wait start at once, so it is the first"),
+        (2001, 2000, (), 9000, False, "one of them still waits"),
+        (0, 0, (2000,), 2001, False, "one that is on its way waits too"),
+        (0, 0, (1000, 1000), 9000, True, "short ones on their way do not"),
+    ],
+)
+def test_long_prompts_that_wait_have_a_bound(
+    waiting: int, room: int, arriving: tuple[int, ...], prompt: int, admitted: bool, why: str
+) -> None:
+    queue = LongQueue(threshold=1000, waiting=waiting, room=room, most=4000)
+    state = replace(OPEN, ceiling=16384, admitted=16384, max_waiting=99, arriving=arriving)
+    refused = judge(replace(state, long_queue=queue), [Lengths(prompt, 10)])
+    assert judge(state, [Lengths(prompt, 10)]) is None, "without the bound"
+    if admitted:
+        assert refused is None, why
+    else:
+        assert refused is not None, why
+        assert (refused.status, refused.reason) == (429, RefusalReason.LONG_QUEUE_FULL)
+        assert refused.retry_after == 10
+        for figure in ("2000" if waiting != 2001 else "1 tokens", "4000", str(prompt), "1000"):
+            assert figure in refused.message
+
+
+def test_a_request_of_several_long_prompts_counts_them_all() -> None:
+    queue = LongQueue(threshold=1000, waiting=2000, room=0, most=4000)
+    state = replace(OPEN, max_waiting=99, long_queue=queue)
+    assert judge(state, [Lengths(2000, 10), Lengths(900, 10)]) is None
+    refused = judge(state, [Lengths(1500, 10)] * 2)
+    assert refused is not None
+    assert refused.reason is RefusalReason.LONG_QUEUE_FULL

@@ -43,6 +43,7 @@ def test_every_flag_reaches_its_attribute() -> None:
         *("--max-model-len", "8K", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
         *("--watermark", "0.02", "--max-num-queued-reqs", "9", "--api-key", "secret"),
         *("--long-prompt-tokens", "8192", "--long-prompt-share", "0.7"),
+        *("--long-queue-share", "0.5"),
         *("--max-num-queued-tokens", "9000"),
         *("--host", "::", "--port", "80", "--control-port", "0", "--control-dir", "/control"),
         *("--limits-file", "/limits/limits.json", "--shutdown-timeout", "1.5", "--seed", "7"),
@@ -62,6 +63,7 @@ def test_every_flag_reaches_its_attribute() -> None:
     assert config.max_num_batched_tokens == 512
     assert config.watermark == 0.02
     assert (config.long_prompt_tokens, config.long_prompt_share) == (8192, 0.7)
+    assert config.long_queue_share == 0.5
     assert config.max_num_queued_reqs == 9
     assert config.max_num_queued_tokens == 9000
     assert config.api_key == "secret"
@@ -112,6 +114,8 @@ def test_every_flag_reaches_its_attribute() -> None:
         (("--watermark", "1"), "--watermark", "1", "below 1"),
         (("--long-prompt-tokens", "8k"), "--long-prompt-tokens", "8k", "whole number from 1"),
         (("--long-prompt-share", "0"), "--long-prompt-share", "0", "above 0, at most 1"),
+        (("--long-queue-share", "0"), "--long-queue-share", "0", "above 0, at most 1000"),
+        (("--long-queue-share", "1e9"), "--long-queue-share", "1e9", "above 0, at most 1000"),
         (("--max-num-queued-tokens", "0"), "--max-num-queued-tokens", "0", "from 1"),
         (("--max-num-queued-reqs", "0"), "--max-num-queued-reqs", "0", "from 1"),
         (("--port", "65536"), "--port", "65536", "65535"),

@@ -131,6 +131,21 @@ class TestLimits:
         assert grown.outcome is LimitsOutcome.APPLIED
         assert harness.loop.snapshot().usable_blocks == harness.executor.committed == 30
 
+    def test_the_bound_on_long_prompts_that_wait_moves_and_admission_follows(self) -> None:
+        harness = small()
+        assert harness.loop.admission_state().long_queue is None
+        lane = Limits(long_prompt_tokens=50, long_prompt_share=0.5, long_queue_share=0.5)
+        assert harness.loop.move_limits(1, lane).outcome is LimitsOutcome.APPLIED
+        queue = harness.loop.admission_state().long_queue
+        usable = harness.loop.snapshot().usable_blocks
+        assert queue is not None
+        assert queue.most == usable // 2 * harness.loop.admission_state().block_size
+        harness.loop.move_limits(2, Limits(long_queue_share=1.0))
+        moved = harness.loop.admission_state().long_queue
+        assert moved is not None
+        assert moved.most == 2 * queue.most
+        assert harness.loop.snapshot().limits.long_prompt_tokens == 50
+
     def test_a_shrink_waits_for_the_blocks_above_the_line_then_gives_their_memory_back(
         self,
     ) -> None:

@@ -146,6 +146,30 @@ async def test_long_prompts_keep_to_their_lane_and_short_ones_overtake() -> None
         assert (await second)[0] == 200
 
 
+async def test_long_prompts_that_wait_have_a_bound_that_moves() -> None:
+    # A quarter of 1600 tokens may wait.
+    async with open_gate(
+        long_prompt_tokens=100, long_prompt_share=0.5, long_queue_share=0.25
+    ) as harness:
+        first = harness.complete([1] * 500, 1)
+        held_first = await harness.next()
+        second = harness.complete([2] * 500, 1)
+        await until(lambda: harness.gate.waiting == 1)
+        # 300 tokens of the second would find room in the lane, 200 wait.
+        error = await refused(harness.complete([3] * 201, 1))
+        assert error["code"] == 429
+        assert "Long prompts of 200 tokens are waiting, 400 may" in str(error["message"])
+        assert rejected(harness) == {"long_queue_full": 1}
+        harness.gate.set_limits(1, Limits(long_queue_share=0.9))
+        third = harness.complete([3] * 201, 1)
+        await until(lambda: harness.gate.waiting == 2)
+        held_first.answer_json()
+        for _ in (second, third):
+            (await harness.next()).answer_json()
+        answers = await asyncio.gather(first, second, third)
+        assert [status for status, _ in answers] == [200, 200, 200]
+
+
 async def test_the_cheap_bound_spares_the_count_of_short_texts() -> None:
     async with open_gate() as harness:
         task = harness.complete("short text", 10)

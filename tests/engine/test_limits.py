@@ -25,6 +25,8 @@ BOUNDS = LimitBounds(ceiling=4096, max_num_seqs=64, max_num_batched_tokens=2048)
         Limits(4096, 1.0, 64, 2048, 0.99),
         Limits(long_prompt_tokens=1, long_prompt_share=0.01),
         Limits(long_prompt_tokens=2**31 - 1, long_prompt_share=1.0),
+        Limits(long_queue_share=0.01),
+        Limits(long_queue_share=1000.0),
     ],
 )
 def test_the_bounds_themselves_are_allowed(limits: Limits) -> None:
@@ -46,6 +48,9 @@ def test_the_bounds_themselves_are_allowed(limits: Limits) -> None:
         (Limits(long_prompt_share=0.0), ["long_prompt_share", "0.0", "above 0, at most 1"]),
         (Limits(long_prompt_share=1.5), ["long_prompt_share", "1.5", "above 0, at most 1"]),
         (Limits(long_prompt_share=float("nan")), ["long_prompt_share", "nan"]),
+        (Limits(long_queue_share=0.0), ["long_queue_share", "0.0", "above 0, at most 1000"]),
+        (Limits(long_queue_share=1001.0), ["long_queue_share", "1001.0", "at most 1000"]),
+        (Limits(long_queue_share=float("nan")), ["long_queue_share", "nan"]),
         (
             Limits(max_num_seqs=10, max_num_batched_tokens=9),
             ["max_num_seqs", "10", "max_num_batched_tokens (9)"],
@@ -82,6 +87,7 @@ def test_the_operators_file_is_read_and_what_is_new_in_it_passed_over(tmp_path: 
         "watermark": None,
         "longPromptTokens": 8192,
         "longPromptShare": 0.7,
+        "longQueueShare": 0.5,
         "newer": "x",
     }
     path.write_text(json.dumps({"revision": 7, "limits": limits, "also": "newer"}))
@@ -92,6 +98,7 @@ def test_the_operators_file_is_read_and_what_is_new_in_it_passed_over(tmp_path: 
             gpu_memory_utilization=1,
             long_prompt_tokens=8192,
             long_prompt_share=0.7,
+            long_queue_share=0.5,
         ),
     )
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plimsoll_engine.admission import LongQueue
 from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from plimsoll_engine.sequence import Sequence
@@ -38,7 +39,7 @@ class Lane:
             request = build_request(name, prompt, output, priority=priority)
             self.sequences[name] = self.scheduler.add(request)
 
-    def move(self, **limits: float) -> None:
+    def move(self, **limits: float | None) -> None:
         self.scheduler.limits = replace(self.scheduler.limits, **limits)  # type: ignore[arg-type]
 
     def step(self) -> ScheduledStep:
@@ -137,7 +138,7 @@ def test_entry(case: Entry) -> None:
 
 def test_without_a_length_nothing_is_long() -> None:
     lane = Lane(16)
-    lane.move(long_prompt_tokens=None)  # type: ignore[arg-type]
+    lane.move(long_prompt_tokens=None)
     lane.add(("L1", 16, 4), ("L2", 52, 4), ("s", 4, 4))
     lane.step()
     assert lane.running == ["L1"]
@@ -196,7 +197,7 @@ def test_the_next_long_prompt_enters_when_the_one_before_is_computed_and_is_pass
 
 def test_without_a_lane_prompts_are_computed_in_their_order() -> None:
     lane = Lane(64, max_num_batched_tokens=16, long_prompt_share=1.0)
-    lane.move(long_prompt_tokens=None)  # type: ignore[arg-type]
+    lane.move(long_prompt_tokens=None)
     lane.add(("L1", 60, 4))
     lane.step()
     lane.add(("s", 8, 1))
@@ -317,3 +318,18 @@ def test_the_free_part_of_the_lane_is_what_the_next_long_one_may_take(
     assert 0 < room < 16
     lane.add(("L2", room * BLOCK + beyond, 1))
     assert bool(lane.step().admitted) is enters
+
+
+def test_what_the_scheduler_says_of_long_prompts_that_wait() -> None:
+    lane = Lane(16, long_prompt_share=0.5)
+    assert lane.scheduler.long_queue is None
+    lane.move(long_queue_share=0.25)
+    assert lane.scheduler.long_queue == LongQueue(LONG, waiting=0, room=64, most=16)
+    lane.add(("L1", 20, 8), ("short", 4, 8), ("L2", 16, 8), ("L3", 12, 8))
+    lane.step()
+    lane.step()
+    # L1 has 6 of the lane's 8 blocks: its prompt's and one for output.
+    assert lane.scheduler.lane_blocks == 6
+    assert lane.scheduler.long_queue == LongQueue(LONG, waiting=28, room=8, most=16)
+    lane.move(long_prompt_tokens=None)
+    assert lane.scheduler.long_queue is None

@@ -124,3 +124,18 @@ def test_the_tuner_moves_limits_of_a_pressed_fleet_and_the_same_way_each_time() 
     assert [r.finished for r in first.requests] == [r.finished for r in again.requests]
     line = {sample.utilization for sample in first.samples}
     assert all(0.80 <= value <= 0.94 for value in line)
+
+
+def test_a_bound_on_long_prompts_that_wait_refuses_the_rest_and_lets_short_ones_in() -> None:
+    """Each long prompt has 24 GB nearly for itself."""
+    flood = sorted([*SHORT, *((float(n), 30_000, 500) for n in range(1, 13))])
+
+    def refused(name: str) -> list[int]:
+        policy, _ = startable(build_policy(name, RTX_4090, LLAMA_3_1_8B), RTX_4090, LLAMA_3_1_8B)
+        record = run(flood, policy.settings)
+        return [r.request.input_tokens for r in record.requests if r.finished is None]
+
+    assert refused("S8") == []
+    bounded = refused("S8+queue")
+    assert len(bounded) >= 8
+    assert set(bounded) == {30_000}

@@ -43,7 +43,7 @@ class DrainResponse(_message.Message):
     def __init__(self, drained: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_model_len", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "watermark", "long_prompt_tokens", "long_prompt_share")
+    __slots__ = ("max_model_len", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "watermark", "long_prompt_tokens", "long_prompt_share", "long_queue_share")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     GPU_MEMORY_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Limits(_message.Message):
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     LONG_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LONG_PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    LONG_QUEUE_SHARE_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     gpu_memory_utilization: float
     max_num_seqs: int
@@ -58,7 +59,8 @@ class Limits(_message.Message):
     watermark: float
     long_prompt_tokens: int
     long_prompt_share: float
-    def __init__(self, max_model_len: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., watermark: _Optional[float] = ..., long_prompt_tokens: _Optional[int] = ..., long_prompt_share: _Optional[float] = ...) -> None: ...
+    long_queue_share: float
+    def __init__(self, max_model_len: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., watermark: _Optional[float] = ..., long_prompt_tokens: _Optional[int] = ..., long_prompt_share: _Optional[float] = ..., long_queue_share: _Optional[float] = ...) -> None: ...
 
 class SetLimitsRequest(_message.Message):
     __slots__ = ("revision", "limits")

@@ -84,6 +84,7 @@ def limits_to_wire(limits: Limits) -> wire.Limits:
         watermark=limits.watermark,
         long_prompt_tokens=limits.long_prompt_tokens,
         long_prompt_share=limits.long_prompt_share,
+        long_queue_share=limits.long_queue_share,
     )
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from plimsoll_engine.config import ConfigError, parse_bytes, parse_length
-from plimsoll_engine.limits import MAX_LENGTH
+from plimsoll_engine.limits import MAX_LENGTH, MAX_QUEUE_SHARE
 
 Value = TypeVar("Value")
 
@@ -40,6 +40,8 @@ class GateConfig:
     # None: no prompt is long.
     long_prompt_tokens: int | None = None
     long_prompt_share: float = 1.0
+    # None: long prompts that wait have no bound of their own.
+    long_queue_share: float | None = None
     # A tokenizer.json: texts are counted here, not by the upstream.
     tokenizer: Path | None = None
     max_body: int = 32 * 1024**2
@@ -136,6 +138,14 @@ def _share(text: str) -> float:
     return share
 
 
+def _queue_share(text: str) -> float:
+    allowed = f"a number above 0, at most {MAX_QUEUE_SHARE}"
+    share = _real(0, MAX_QUEUE_SHARE, allowed)(text)
+    if share == 0:
+        raise ValueError(allowed)
+    return share
+
+
 def _text(text: str) -> str:
     if not text:
         raise ValueError("a text that is not empty")
@@ -151,6 +161,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "max_num_queued_tokens": _length,
     "long_prompt_tokens": _length,
     "long_prompt_share": _share,
+    "long_queue_share": _queue_share,
     "tokenizer": Path,
     "max_body": parse_bytes,
     "api_key": _text,
@@ -189,6 +200,11 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--long-prompt-share", metavar="X", help="share of the upstream's KV cache for them (1)"
+    )
+    limits.add_argument(
+        "--long-queue-share",
+        metavar="X",
+        help="share of it that those that wait may come to before 429 (unbounded)",
     )
     limits.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json, to count texts here")
     limits.add_argument("--max-body", metavar="BYTES", help="of one request (32Mi)")

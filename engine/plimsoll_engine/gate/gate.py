@@ -231,15 +231,18 @@ class Gate:
             max_waiting_tokens=self._max_waiting_tokens,
             next_tokens=(),
             draining=self.draining,
+            long_queue=self._lanes.long_queue,
         )
 
     def _lane_limits(self) -> LaneLimits:
         current = self.limits.current
         pool, share = self._pool_tokens, current.long_prompt_share
+        queue = current.long_queue_share
         return LaneLimits(
             max_num_seqs=current.max_num_seqs or self.limits.max_num_seqs_ever,
             long_prompt_tokens=current.long_prompt_tokens,
             long_room=None if pool is None or share is None else int(pool * share),
+            long_queue=None if pool is None or queue is None else int(pool * queue),
         )
 
     def _set_lanes(self) -> None:

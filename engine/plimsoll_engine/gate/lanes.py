@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from plimsoll_engine.admission import LongQueue
+
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
@@ -33,6 +35,8 @@ class LaneLimits:
     long_prompt_tokens: int | None
     # In tokens. None: the size of the upstream's cache is unknown, and long ones go one by one.
     long_room: int | None
+    # In tokens, of those that wait. None: no bound.
+    long_queue: int | None = None
 
     def is_long(self, ticket: Ticket) -> bool:
         threshold = self.long_prompt_tokens
@@ -63,6 +67,19 @@ class Lanes:
     @property
     def waiting_sequences(self) -> int:
         return sum(ticket.sequences for ticket in self._waiting)
+
+    @property
+    def long_queue(self) -> LongQueue | None:
+        """None: long ones that wait have no bound of their own."""
+        limits = self.limits
+        if limits.long_prompt_tokens is None or limits.long_queue is None:
+            return None
+        held, waiting = (
+            sum(ticket.prompt_tokens for ticket in tickets if limits.is_long(ticket))
+            for tickets in (self._running, self._waiting)
+        )
+        room = max(0, (limits.long_room or 0) - held)
+        return LongQueue(limits.long_prompt_tokens, waiting, room, limits.long_queue)
 
     def enter(self, ticket: Ticket) -> None:
         self._waiting[ticket] = None

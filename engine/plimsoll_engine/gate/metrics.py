@@ -67,6 +67,11 @@ class _GateCollector(Collector):
                 "Share of the blocks up to which long prompts are admitted.",
                 limits.current.long_prompt_share,
             ),
+            (
+                "long_queue_share",
+                "Share of the blocks that long prompts may come to while they wait.",
+                limits.current.long_queue_share,
+            ),
             ("limits_revision", "Revision of the limits in force.", limits.revision),
             ("gate_requests_running", "Sequences at the upstream.", gate.running),
             ("gate_requests_waiting", "Sequences waiting in the gate.", gate.waiting),

@@ -69,6 +69,7 @@ def read_limits(config: GateConfig) -> GateLimits:
             max_num_seqs=config.max_num_seqs,
             long_prompt_tokens=config.long_prompt_tokens,
             long_prompt_share=config.long_prompt_share,
+            long_queue_share=config.long_queue_share,
         ),
         0,
         floor=config.min_model_len,
@@ -87,6 +88,7 @@ def read_limits(config: GateConfig) -> GateLimits:
             max_num_seqs=min(left.max_num_seqs or config.max_num_seqs, config.max_num_seqs),
             long_prompt_tokens=left.long_prompt_tokens,
             long_prompt_share=left.long_prompt_share,
+            long_queue_share=left.long_queue_share,
         )
         limits.current = merge_limits(limits.current, own)
     return limits
