@@ -50,6 +50,9 @@ class SequenceChunk:
     # Most likely tokens wanted beside each of those rows' own (SamplingParams.prompt_logprobs;
     # ``sampling`` is None in all chunks but a request's last).
     num_prompt_logprobs: int = 0
+    # A bit for each token that may be sampled, in the order of their ids, where the grammar is kept to
+    # in another process than the one that samples; None: any token.
+    allowed_tokens: bytes | None = None
 
 
 @dataclass(frozen=True)

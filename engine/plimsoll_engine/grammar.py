@@ -1,20 +1,23 @@
 """Keeps outputs to a grammar: which tokens may come next, row by row (llguidance does the work).
 
 In: a grammar as llguidance's JSON (built by ``server.structured``), compiled before its request is
-submitted, and what a request has generated so far. Out: rows of logits in which every other token is
-impossible. A request's matcher is only a cache of its output: after a preemption, or when it was
+submitted, and what a request has generated so far. Out: the tokens that may come next, and rows of
+logits in which every other one is impossible. With tensor parallelism the two are in different
+processes: the one that drives the ranks has the compiled grammars. A request's matcher is only a cache of its output: after a preemption, or when it was
 dropped, it is made again from the compiled grammar. This module knows neither HTTP nor the scheduler.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import llguidance
 import numpy as np
 
+from plimsoll_engine.executor import SequenceChunk
 from plimsoll_engine.sampling_params import Grammar
 
 if TYPE_CHECKING:
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from plimsoll_engine.models.tokenizer import ModelTokenizer
-    from plimsoll_engine.sampling import RowRequest
 
 # A grammar is a program of a client's. llguidance counts its work in these units; the comments are
 # its documentation's speeds.
@@ -84,6 +86,16 @@ class GrammarCompiler:
         return self._tokenizer
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """By request id."""
+
+    # A bit for each token that may come next, in the order of their ids; absent: any may.
+    tokens: dict[str, bytes]
+    # Why a request cannot go on.
+    errors: dict[str, str]
+
+
 class GrammarMatchers:
     """``capacity`` is how many requests' matchers are kept; fewer than run at once cost time alone."""
 
@@ -93,34 +105,28 @@ class GrammarMatchers:
         # Least recently used first; how many tokens of the output each has consumed.
         self._matchers: OrderedDict[str, tuple[llguidance.LLMatcher, int]] = OrderedDict()
 
-    def constrain(self, logits: torch.Tensor, requests: Sequence[RowRequest]) -> dict[int, str]:
-        """Makes impossible, in place in logits [rows, vocab], what each row's grammar forbids.
-
-        Returns what went wrong by row: such a request cannot go on.
-        """
-        errors, forbidden = {}, {}
-        vocab = int(logits.shape[1])
-        for row, request in enumerate(requests):
-            if request.params.grammar is not None:
-                matcher = self._matcher(request, request.params.grammar, vocab)
-                allowed = None if matcher.is_error() else matcher.compute_bitmask()
-                if allowed is None or matcher.is_error():
-                    errors[row] = f"the output's grammar cannot go on: {matcher.get_error()}"
-                    continue
-                bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[:vocab]
-                if bits.any():
-                    forbidden[row] = bits == 0
-                else:
-                    errors[row] = "the output's grammar cannot go on: no token of the model fits"
-        if forbidden:
-            _mask(logits, forbidden)
-        return errors
+    def find_allowed(self, chunks: Sequence[SequenceChunk], vocab_size: int) -> Allowed:
+        """``vocab_size`` is that of the logits."""
+        found = Allowed({}, {})
+        for chunk in chunks:
+            if chunk.sampling is None or chunk.sampling.grammar is None:
+                continue
+            name = chunk.request_id
+            matcher = self._matcher(chunk, chunk.sampling.grammar, vocab_size)
+            bits = None if matcher.is_error() else matcher.compute_bitmask()
+            if bits is None or matcher.is_error():
+                found.errors[name] = f"the output's grammar cannot go on: {matcher.get_error()}"
+            elif not _unpack(bits, vocab_size).any():
+                found.errors[name] = "the output's grammar cannot go on: no token of the model fits"
+            else:
+                found.tokens[name] = bits
+        return found
 
     def _matcher(
-        self, request: RowRequest, grammar: Grammar, vocab_size: int
+        self, chunk: SequenceChunk, grammar: Grammar, vocab_size: int
     ) -> llguidance.LLMatcher:
-        output = request.output_token_ids
-        matcher, consumed = self._matchers.pop(request.request_id, (None, 0))
+        output = chunk.output_token_ids
+        matcher, consumed = self._matchers.pop(chunk.request_id, (None, 0))
         if matcher is None or consumed > len(output):
             compiled = grammar.compiled or self._compiler.compile(grammar.text, vocab_size)
             # Nothing is consumed by the compiled one: choices and later requests begin with it too.
@@ -128,16 +134,29 @@ class GrammarMatchers:
         # With ignore_eos a request goes on behind its end, where only ends follow.
         if not matcher.is_stopped():
             matcher.consume_tokens(list(output[consumed:]))
-        self._matchers[request.request_id] = matcher, len(output)
+        self._matchers[chunk.request_id] = matcher, len(output)
         if len(self._matchers) > self._capacity:
             self._matchers.popitem(last=False)
         return matcher
 
 
-def _mask(logits: torch.Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
+def forbid_others(logits: torch.Tensor, allowed: Sequence[bytes | None]) -> None:
+    """Makes impossible, in place in logits [rows, vocab], what ``allowed`` has no bit for; None: a row
+    that stays as it is."""
+    masks = {
+        row: _unpack(bits, logits.shape[1]) == 0
+        for row, bits in enumerate(allowed)
+        if bits is not None
+    }
+    if not masks:
+        return
     # Imported here: the server's side of grammars needs no torch.
     from plimsoll_engine.transfers import indices, to_device
 
-    rows = indices(list(forbidden), logits.device)
-    masks = to_device(np.stack(list(forbidden.values())), logits.device)
-    logits[rows] = logits[rows].masked_fill_(masks, float("-inf"))
+    rows = indices(list(masks), logits.device)
+    forbidden = to_device(np.stack(list(masks.values())), logits.device)
+    logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+
+
+def _unpack(bits: bytes, vocab_size: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[:vocab_size]

@@ -37,8 +37,6 @@ class RowRequest:
     output_token_ids: tuple[int, ...] = ()
     # Needed with a repetition penalty alone.
     prompt_token_ids: tuple[int, ...] = ()
-    # Needed with a grammar alone.
-    request_id: str = ""
 
 
 @dataclass(frozen=True)

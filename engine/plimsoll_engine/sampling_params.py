@@ -12,14 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Grammar:
-    """``text`` is llguidance's JSON, ``compiled`` what ``grammar`` makes of it. That stays in its
-    process: with tensor parallelism the rank that samples compiles the text again."""
+    """``text`` is llguidance's JSON, ``compiled`` what ``grammar`` makes of it, which stays in its
+    process."""
 
     text: str
     compiled: Any = field(default=None, compare=False, repr=False)
-
-    def __reduce__(self) -> tuple[type[Grammar], tuple[str]]:
-        return Grammar, (self.text,)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll_engine.executor import SampledToken, SequenceChunk, StepBatch, TokenLogprob
-from plimsoll_engine.grammar import GrammarMatchers
+from plimsoll_engine.grammar import GrammarMatchers, forbid_others
 from plimsoll_engine.logprobs import LogprobTable, build_logprob_table
 from plimsoll_engine.sampling import RowRequest, Sampler
 from plimsoll_engine.step_inputs import WantedRow
@@ -93,8 +93,12 @@ class StepResults:
         telling_rows = indices(telling, logits.device)
         # Log-probabilities are those of the model, before bias and penalties change the rows.
         untouched = logits[telling_rows]
-        failed = self._matchers.constrain(logits, requests)
-        self._errors |= {names[place]: error for place, error in failed.items()}
+        allowed = self._matchers.find_allowed(chunks, logits.shape[1])
+        self._errors |= allowed.errors
+        forbid_others(
+            logits,
+            [allowed.tokens.get(chunk.request_id, chunk.allowed_tokens) for chunk in chunks],
+        )
         chosen = self._sampler.choose(logits, requests)
         self._sampled.append((names, to_host(chosen)))
         if telling:
@@ -110,6 +114,4 @@ def _select(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _row_request(chunk: SequenceChunk) -> RowRequest:
     assert chunk.sampling is not None
-    return RowRequest(
-        chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids, chunk.request_id
-    )
+    return RowRequest(chunk.sampling, chunk.output_token_ids, chunk.prompt_token_ids)

@@ -193,6 +193,24 @@ def test_models_shows_every_name_and_the_ceiling(client: openai.OpenAI) -> None:
     assert {model.object for model in models} == {"model"}
 
 
+def test_models_have_the_permission_that_vllm_gives(client: openai.OpenAI) -> None:
+    (permission,) = client.models.list().data[0].model_dump()["permission"]
+    assert permission.pop("id").startswith("modelperm-")
+    assert permission.pop("created") > 0
+    assert permission == {
+        "object": "model_permission",
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
 def test_the_answer_carries_the_name_that_was_asked_for(server: ApiServer) -> None:
     assert server.complete(model="alias", prompt="a")["model"] == "alias"
 

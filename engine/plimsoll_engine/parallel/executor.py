@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -36,8 +36,11 @@ from plimsoll_engine.executor import (
     MemoryFigures,
     ModelLimits,
     SampledToken,
+    SequenceChunk,
     StepBatch,
 )
+from plimsoll_engine.grammar import GrammarCompiler, GrammarMatchers
+from plimsoll_engine.models.tokenizer import load_tokenizer
 from plimsoll_engine.parallel.channels import gather_ranks
 from plimsoll_engine.parallel.messages import (
     Call,
@@ -92,6 +95,9 @@ class TensorParallelExecutor:
     def __init__(self, config: EngineConfig, device_kind: str) -> None:
         self._config = config
         self._kind = device_kind
+        compiler = GrammarCompiler(lambda: load_tokenizer(config))
+        self._matchers = GrammarMatchers(compiler, 2 * config.max_num_seqs)
+        self._vocab_size = 0
         self._phase = Phase.LOAD
         self._members: list[_Member] = []
         # Of this pod.
@@ -117,6 +123,7 @@ class TensorParallelExecutor:
         limits = self._call(ModelLimits, "load")[0]
         assert self._processes is not None
         self._pids = self._processes.receive_pids()
+        self._vocab_size = limits.vocab_size
         return limits
 
     def _start_ranks(self) -> None:
@@ -202,7 +209,16 @@ class TensorParallelExecutor:
         return self._blocks
 
     def execute(self, batch: StepBatch) -> list[SampledToken]:
-        return cast("list[SampledToken]", self._call(list, "execute", batch)[0])
+        """Grammars are kept to here, where they are compiled: the ranks are told what may come."""
+        allowed = self._matchers.find_allowed(batch.chunks, self._vocab_size)
+        told = StepBatch(tuple(_tell(chunk, allowed.tokens) for chunk in batch.chunks))
+        sampled = cast("list[SampledToken]", self._call(list, "execute", told)[0])
+        return [
+            replace(token, error=allowed.errors[token.request_id])
+            if token.request_id in allowed.errors
+            else token
+            for token in sampled
+        ]
 
     def reclaim(self) -> None:
         self._call(type(None), "reclaim")
@@ -384,3 +400,14 @@ def _wait_for_end(connection: Connection) -> None:
             connection.recv()
     except (EOFError, OSError):
         pass
+
+
+def _tell(chunk: SequenceChunk, allowed: Mapping[str, bytes]) -> SequenceChunk:
+    """The chunk without its grammar."""
+    if chunk.sampling is None or chunk.sampling.grammar is None:
+        return chunk
+    return replace(
+        chunk,
+        sampling=replace(chunk.sampling, grammar=None),
+        allowed_tokens=allowed.get(chunk.request_id),
+    )

@@ -28,15 +28,32 @@ class Error(Struct):
     error: ErrorDetail
 
 
+class ModelPermission(Struct, kw_only=True):
+    """The same for every model: whoever may ask may do what is served here."""
+
+    id: str
+    created: Count
+    object: Literal["model_permission"] = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+
+
 class ModelCard(Struct, kw_only=True):
     id: str
     created: Count
     root: str
     max_model_len: Count
+    permission: list[ModelPermission]
     object: Literal["model"] = "model"
     owned_by: str = "plimsoll"
     parent: None = None
-    permission: list[None] = []
 
 
 class ModelList(Struct):

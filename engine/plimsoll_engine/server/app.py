@@ -6,6 +6,7 @@ the core, so ``/health`` and ``/metrics`` are quick however busy the engine is.
 
 from __future__ import annotations
 
+import uuid
 from http import HTTPStatus
 from types import NoneType
 from typing import Any
@@ -28,6 +29,7 @@ from plimsoll_engine.server.answer_types import (
     Completion,
     ModelCard,
     ModelList,
+    ModelPermission,
     ServerLoad,
     Text,
     Tokens,
@@ -35,6 +37,7 @@ from plimsoll_engine.server.answer_types import (
 )
 from plimsoll_engine.server.api_keys import ApiKeys, KeyAuth, KeyMetrics
 from plimsoll_engine.server.errors import SERVER_FAILED, ApiError, error_response, invalid_value
+from plimsoll_engine.server.load_report import LoadReports
 from plimsoll_engine.server.middleware import HttpMetrics, RequestIds
 from plimsoll_engine.server.openapi import build_document
 from plimsoll_engine.server.operations import BODY_ERRORS, BUSY_ERRORS, Operation, build_route
@@ -73,6 +76,8 @@ def build_app(service: Service, *, api_keys: ApiKeys | None = None) -> Starlette
     if api_keys is not None:
         counters = KeyMetrics(metrics.registry, metrics.labels)
         middleware.append(Middleware(KeyAuth, keys=api_keys, metrics=counters))
+    generating = [operation.path for operation in operations if operation.events is not None]
+    middleware.append(Middleware(LoadReports, paths=generating, snapshot=service.core.snapshot))
     return Starlette(
         routes=routes,
         middleware=middleware,
@@ -191,7 +196,13 @@ class Endpoints:
         return ModelList(
             [
                 ModelCard(
-                    id=name, created=model.created, root=model.root, max_model_len=model.ceiling
+                    id=name,
+                    created=model.created,
+                    root=model.root,
+                    max_model_len=model.ceiling,
+                    permission=[
+                        ModelPermission(id=f"modelperm-{uuid.uuid4().hex}", created=model.created)
+                    ],
                 )
                 for name in model.names
             ]

@@ -32,6 +32,13 @@ RETRY_AFTER = {
         "schema": {"type": "integer", "minimum": 1},
     }
 }
+LOAD_REPORT = {
+    "endpoint-load-metrics": {
+        "description": "The engine's load (ORCA), where the request's endpoint-load-metrics-format "
+        "asks for it: TEXT or JSON.",
+        "schema": {"type": "string"},
+    }
+}
 RETRIED = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
 
@@ -81,11 +88,12 @@ def _narrow(
 
 
 def _operation(operation: AnyOperation, method: str, has_keys: bool) -> dict[str, Any]:
+    headers = REQUEST_ID | (LOAD_REPORT if operation.events is not None else {})
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{method.lower()} {operation.path}",
         "responses": {
-            "200": {"description": "OK", "headers": REQUEST_ID, **_content(operation)},
+            "200": {"description": "OK", "headers": headers, **_content(operation)},
             **{str(int(status)): _error(status) for status in operation.errors},
             **{
                 str(int(status)): {"description": status.phrase, "headers": REQUEST_ID}
