@@ -30,6 +30,7 @@ from plimsoll_simulator.hardware import (
 from plimsoll_simulator.model_config import ModelError, read_model
 from plimsoll_simulator.policies import (
     BASELINES,
+    CLAIRVOYANT,
     PLIMSOLL,
     QUEUED,
     REFERENCE,
@@ -298,11 +299,11 @@ def _read_baselines(text: str) -> tuple[str, ...]:
         return BASELINES
     names = tuple(name for name in text.split(",") if name and text != "none")
     for name in names:
-        known = (*BASELINES, PLIMSOLL) if name.endswith(QUEUED) else BASELINES
+        known = (*BASELINES, CLAIRVOYANT, *((PLIMSOLL,) if name.endswith(QUEUED) else ()))
         if name.removesuffix(QUEUED) not in known and not name.startswith("pinned/"):
             raise PolicyError(
                 f"--baselines has {name!r}; expected all, none, or names of "
-                f"{', '.join(BASELINES)}, each or {PLIMSOLL} with {QUEUED} at its end"
+                f"{', '.join(BASELINES)} and {CLAIRVOYANT}, each or {PLIMSOLL} with {QUEUED} at its end"
             )
     return names
 

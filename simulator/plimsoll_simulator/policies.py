@@ -1,7 +1,8 @@
 """The policies that are compared: what an engine starts with, and what moves its limits.
 
 In: a name, hardware and a model. Out: a :class:`Policy`. The baselines S1 to S9 are today's ways to
-run vLLM, with one pinned setting each but for S7, which looks for it, and S9, which restarts. Any other
+run vLLM, with one pinned setting each but for S7, which looks for it, and S9, which restarts; S10 and
+O2 look ahead at admission. Any other
 pinned setting has its values as its name (:class:`Pinned`): those that the oracle looks through.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from plimsoll_simulator.hardware import Hardware, Model, pool_blocks
 from plimsoll_simulator.memory_model import DeviceMemory
 from plimsoll_simulator.records import Death, DeathCause, Move
-from plimsoll_simulator.replica import DoesNotStart, EngineSettings, ReplicaState, fit
+from plimsoll_simulator.replica import Admission, DoesNotStart, EngineSettings, ReplicaState, fit
 from plimsoll_simulator.simulation import Controller, Fleet, NoController
 from plimsoll_simulator.tuner import Tuner, tuning_settings
 
@@ -105,8 +106,18 @@ _NATIVE = {
             long_prompt_share=_LANE_SHARE,
         ),
     ),
+    "S10": (
+        "0.92, admission by the peak that past outputs foretell",
+        EngineSettings(0.92, fits_length=True, admission=Admission.PAST_OUTPUTS),
+    ),
+    "O2": (
+        "0.92, admission by the peak that the true outputs make",
+        EngineSettings(0.92, fits_length=True, admission=Admission.TRUE_OUTPUTS),
+    ),
 }
-BASELINES = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9")
+BASELINES = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10")
+# Beside the baselines: it knows what nobody can.
+CLAIRVOYANT = "O2"
 PLIMSOLL = "plimsoll"
 REFERENCE = "S2"
 

@@ -14,11 +14,21 @@ from plimsoll_engine.blocks import BlockPool
 from plimsoll_engine.sampling_params import Request, SamplingParams
 from plimsoll_engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from plimsoll_engine.sequence import Sequence, SequenceState
+from plimsoll_simulator.foresight import PastOutputs, PeakScheduler, know
 from plimsoll_simulator.hardware import BLOCK_SIZE, Hardware, Model, pool_blocks
 from plimsoll_simulator.memory_model import DeviceMemory
 from plimsoll_simulator.records import RequestRecord
 from plimsoll_simulator.step_time import Prefill, StepTime
 from plimsoll_simulator.workload import SimulatedRequest
+
+
+class Admission(Enum):
+    """What must fit for a request to enter: its known tokens, or the peak of all that run then, as
+    past outputs tell it, or as it will be."""
+
+    PROMPT = "prompt"
+    PAST_OUTPUTS = "past outputs"
+    TRUE_OUTPUTS = "true outputs"
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class EngineSettings:
     # Blocks of the cache whatever the utilization (vLLM's flag of this name).
     num_gpu_blocks_override: int | None = None
     prefix_caching: bool = False
+    admission: Admission = Admission.PROMPT
 
     @property
     def scheduler_limits(self) -> SchedulerLimits:
@@ -146,12 +157,8 @@ class Replica:
         self.admitted_length = sizes.length
         self.utilization = settings.utilization
         self.pool = BlockPool(sizes.blocks)
-        self.scheduler = Scheduler(
-            self.pool,
-            BLOCK_SIZE,
-            settings.scheduler_limits,
-            prefix_caching=settings.prefix_caching,
-        )
+        self._past_outputs = PastOutputs()
+        self.scheduler = self._build_scheduler(settings)
         self.memory.start(now, settings.max_num_batched_tokens)
         self.state = ReplicaState.SERVING
         self.started_at = now
@@ -259,6 +266,14 @@ class Replica:
             pool.set_usable(wanted)
         pool.set_committed(max(wanted, pool.owned_end))
 
+    def _build_scheduler(self, settings: EngineSettings) -> Scheduler:
+        limits = settings.scheduler_limits
+        if settings.admission is Admission.PROMPT:
+            return Scheduler(self.pool, BLOCK_SIZE, limits, prefix_caching=settings.prefix_caching)
+        knows = settings.admission is Admission.TRUE_OUTPUTS
+        foresight = know if knows else self._past_outputs.draw
+        return PeakScheduler(self.pool, BLOCK_SIZE, limits, foresight)
+
     def _prompt(self, request: SimulatedRequest) -> tuple[int, ...]:
         """What the tokens are plays no part, but that no two requests share them."""
         return (request.number,) * request.input_tokens
@@ -303,6 +318,7 @@ class Replica:
         record = self.live.pop(sequence.request_id)
         record.finished = now
         self.finished_lengths.append((sequence.num_prompt_tokens, sequence.num_output_tokens))
+        self._past_outputs.add(sequence.num_output_tokens)
         return record
 
 
