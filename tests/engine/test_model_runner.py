@@ -158,7 +158,8 @@ def test_prompt_logprobs_stay_within_the_profiled_peak(tmp_path: Path) -> None:
     runner.shutdown()
     assert len(result.prompt_logprobs) == 379
     assert figures.activations < 300 << 20
-    assert taken <= figures.activations + (16 << 20)
+    # A busy machine may see the peak of the one or of the other run only after a pass.
+    assert taken <= figures.activations + LOGITS_BYTES["cpu"]
 
 
 def test_pool_growth_beyond_the_limit_is_refused_and_changes_nothing(runner: ModelRunner) -> None:
