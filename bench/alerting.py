@@ -26,7 +26,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -185,10 +185,10 @@ def wait_until_full(engine: str) -> float:
 
 def read_page(text: str) -> dict[str, float]:
     """Of each name the sum over all its labels."""
-    page: Counter[str] = Counter()
+    page: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            page[sample.name] += sample.value  # type: ignore[assignment]
+            page[sample.name] += sample.value
     return dict(page)
 
 
