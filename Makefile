@@ -27,10 +27,10 @@ demo: setup ## the main job on a local cluster; ARGS=--keep leaves it up
 	@$(BIN)/python -m plimsoll_local demo $(ARGS)
 
 test: setup ## the whole test suite; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -rfEs $(ARGS)
 
 fuzz: setup ## odd bytes, headers and bodies against the engine's API: FUZZ times as many as in the tests, new ones each time
-	@FUZZ_FACTOR=$(FUZZ) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --timeout 0 -rs tests/engine/test_hostile_clients.py tests/engine/test_openapi.py $(ARGS)
+	@FUZZ_FACTOR=$(FUZZ) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --timeout 0 -rfEs tests/engine/test_hostile_clients.py tests/engine/test_openapi.py $(ARGS)
 
 e2e-kubelet: setup ## as root: the engine's image (make images) under a real kubelet and containerd, killed by the kernel
 	@PYTHONPATH=tests $(BIN)/python -m support.real_kubelet

@@ -11,18 +11,37 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 _BUFFER = 64 * 1024
 # The kernel's limit on the path of a unix socket.
 MAX_SOCKET_PATH = 107
 
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 
 async def serve_inside(path: Path) -> asyncio.Server:
     """Serves CONNECT on the unix socket ``path``; runs until the server is closed."""
     path.unlink(missing_ok=True)  # noqa: ASYNC240 - once, before anything is served
-    return await asyncio.start_unix_server(_accept_inside, path=str(path))
+    return await asyncio.start_unix_server(keep_tasks(_accept_inside), path=str(path))
+
+
+def keep_tasks(handle: Handler) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """``handle`` as the callback of a server, its tasks held until they are done.
+
+    asyncio itself holds the task of a connection only through that connection's transport, and the
+    loop holds that no longer while reading from it is paused. A task that meanwhile waits for
+    another connection, whose protocol knows its reader by a weak reference, would be collected.
+    """
+    tasks: set[asyncio.Future[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(handle(reader, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return accept
 
 
 async def _accept_inside(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +109,7 @@ async def serve_outside(path: Path, target: str, listener: socket.socket) -> asy
         finally:
             writer.close()
 
-    return await asyncio.start_server(accept, sock=listener)
+    return await asyncio.start_server(keep_tasks(accept), sock=listener)
 
 
 def listen_on_loopback(port: int = 0) -> socket.socket:

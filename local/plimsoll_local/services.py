@@ -19,7 +19,7 @@ from typing import Any
 
 from plimsoll_local.agent.api import Api, Informer
 from plimsoll_local.network import add_local_address, remove_local_address
-from plimsoll_local.relay import join
+from plimsoll_local.relay import Handler, join, keep_tasks
 
 log = logging.getLogger(__name__)
 
@@ -125,14 +125,14 @@ class ServiceProxy:
                     await asyncio.to_thread(add_local_address, frontend.address)
                     addresses.add(frontend.address)
                 self._servers[frontend] = await asyncio.start_server(
-                    self._accept_for(frontend), frontend.address, frontend.port
+                    keep_tasks(self._accept_for(frontend)), frontend.address, frontend.port
                 )
             except OSError as error:
                 log.warning("cannot listen on %s: %s", frontend, error)
         for address in addresses - {frontend.address for frontend in routes}:
             await asyncio.to_thread(remove_local_address, address)
 
-    def _accept_for(self, frontend: Frontend) -> Any:
+    def _accept_for(self, frontend: Frontend) -> Handler:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 far = await self._connect(frontend)

@@ -1,10 +1,13 @@
 """The relay between two event loops' worlds, on loopback: the namespace adds nothing to it."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from plimsoll_local.relay import forward, listen_on_loopback, serve_inside
 
@@ -37,6 +40,37 @@ async def test_bytes_pass_both_ways_with_half_close(tmp_path: Path) -> None:
     async with shouting_server() as target, await serve_inside(path):
         with forward(path, f"127.0.0.1:{target}") as port:
             assert await exchange(port, data) == data.upper()
+
+
+async def test_a_connection_outlives_collections_while_it_waits_for_the_inside(
+    tmp_path: Path,
+) -> None:
+    """More than the relay buffers is sent before the inside says OK: reading is paused then."""
+    path = tmp_path / "relay.sock"
+    data = b"x" * 20_000_000
+    stuck = asyncio.Event()
+
+    async def inside(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        await stuck.wait()
+        gc.collect()
+        writer.write(b"OK\n")
+        writer.write((await reader.read()).upper())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_unix_server(inside, path=str(path)):
+        with forward(path, "10.0.0.1:80") as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            # Until the bytes fit nowhere more, so that the relay has stopped reading.
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(writer.drain(), 1)
+            stuck.set()
+            writer.write_eof()
+            answer = await reader.read()
+            writer.close()
+    assert answer == data.upper()
 
 
 async def test_a_dead_target_closes_the_connection(tmp_path: Path) -> None:
